@@ -71,6 +71,15 @@ from deepspeed_partition.planner.weight_versions import FLUSH, TWO_VERSIONS
 from deepspeed_partition.schedule.endless import lower_endless
 from deepspeed_partition.schedule.instructions import Compute, Instruction
 
+CLIPS_BY_ALL = (
+    "weight_versions '2bw' clips by the norm of all stages, as a step that drains: updates come later for it, and "
+    "a rank has gradients of two batches meanwhile, one more than planned"
+)
+CLIPS_BY_OWN = (
+    "weight_versions {mode!r} clips by the norm of each rank's own gradients, for that of all would let stages "
+    "wait for one another: training then depends on the cut; '2bw' clips by the norm of all"
+)
+
 
 class MadPipeEngine(ResumingEngine):
     """DeepSpeed's ``PipelineEngine`` on a planned cut.
@@ -473,11 +482,15 @@ class MadPipeEngine(ResumingEngine):
                     "weight_versions out"
                 )
             assert self.plan is not None
+            mode, clips = self.weight_versions, bool(self.gradient_clipping()) and self.num_stages > 1
+            two_versions = mode == TWO_VERSIONS
             program = lower_endless(
-                self.plan, self.micro_batches, two_versions=self.weight_versions == TWO_VERSIONS,
+                self.plan, self.micro_batches, two_versions=two_versions, puts_off=two_versions and clips,
                 runs_ahead=self.runs_ahead,
             )  # fmt: skip
-            self._endless = EndlessTraining(self, self.weight_versions, program)
+            if clips:
+                announce(CLIPS_BY_ALL if two_versions else CLIPS_BY_OWN.format(mode=mode))
+            self._endless = EndlessTraining(self, mode, program, puts_off=two_versions and clips)
         return True
 
     def _train_schedule(self) -> Any:
@@ -622,6 +635,8 @@ class MadPipeEngine(ResumingEngine):
         if not self.owns_cut:
             super().clip_fp32_gradients()
             return
+        if self._endless is not None and self._endless.clips_by_all:
+            return  # it has done so
         self._global_grad_norm = clip_by_global_norm(
             self._clipped_parameters(),
             self.gradient_clipping(),

@@ -28,7 +28,6 @@ from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.planner.errors import PlanMismatchError
 from deepspeed_partition.profiling.backward_halves import Halves
 from deepspeed_partition.schedule.instructions import Compute
-from tests.engine import boundaries as transfers
 from tests.engine import (
     asynchronous_cases,
     caught_cases,
@@ -38,6 +37,7 @@ from tests.engine import (
     plans,
     sharded_cases,
 )
+from tests.engine import boundaries as transfers
 from tests.engine.harness import run_cases
 from tests.engine.pipelines import (
     WIDTH,

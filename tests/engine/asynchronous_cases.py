@@ -17,7 +17,7 @@ from deepspeed_partition import Plan
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.schedule.instructions import Compute
 from tests.engine import plans
-from tests.engine.pipelines import WIDTH, Block, Whole, loss_fn, mlp, tied
+from tests.engine.pipelines import WIDTH, Block, Whole, halving, loss_fn, mlp, tied
 from tests.engine.running import (
     NUM_MICRO_BATCHES,
     all_tensors,
@@ -75,7 +75,7 @@ class Delayed:
 
     def __init__(
         self, make_optimizer: Any, version: Callable[[int, int], int], plan: Plan, specs: Any = None,
-        make_scheduler: Any = None, clip: float = 0.0,
+        make_scheduler: Any = None, clip: float = 0.0, dtype: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
         state = torch.get_rng_state()
         self.model = Whole(specs or mlp())
@@ -83,7 +83,10 @@ class Delayed:
         self.optimizer, self.version = make_optimizer(self.model), version
         self.scheduler = make_scheduler(self.optimizer) if make_scheduler else None
         self.stages = [number for number, stage in enumerate(plan.stages) for _ in range(*stage.layers)]
-        self.clip = clip
+        self.clip, self.dtype = clip, dtype
+        if dtype != torch.float32:  # the weights that a pipeline begins with were of that type
+            for each in self.model.parameters():
+                each.data = each.data.to(dtype).float()
         self.rest()
 
     @property
@@ -101,7 +104,9 @@ class Delayed:
         total = 0.0
         for inputs, labels in batch:
             used = {
-                name: self.history[self.version(self.stages[int(name.split(".")[0])], self.number)][name].clone()
+                name: self.history[self.version(self.stages[int(name.split(".")[0])], self.number)][name].to(
+                    self.dtype, copy=True
+                )
                 for name in parameters
             }
             for each in used.values():
@@ -109,7 +114,7 @@ class Delayed:
             loss = loss_fn(torch.func.functional_call(self.model, used, inputs), labels) / len(batch)
             gradients = torch.autograd.grad(loss, list(used.values()))
             for name, each in zip(used, gradients, strict=True):
-                parameters[name].grad += each
+                parameters[name].grad += each.float()
             total += loss.item()
             self.number += 1
         if self.clip:
@@ -233,6 +238,68 @@ def forwards_and_backwards_use_the_same_weights(_: Path) -> None:
             assert most == planned.num_held(stage), (mode, stage, most, planned.num_held(stage))
 
 
+def schedules_and_clipping(_: Path) -> None:
+    """Updates have the learning rate of their own call; two versions clip by the norm of all stages."""
+    data = batches(7)
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.4)
+
+    for mode, clip in (("stashing", 0.0), ("2bw", 0.05)):
+        for devices, cuts in maps():
+            plan = plan_for(devices, cuts, mode)
+            engine = begin(plan, make, {"gradient_clipping": clip}, lr_scheduler=halving)
+            items = mine(engine, data)
+            losses = [call(engine, items) for _ in data]
+            expected = alone(engine, make, make_scheduler=halving, clip=clip)
+            same(losses, [expected.train(batch) for batch in data])
+            same_weights(engine, expected)
+
+
+def weights_in_bf16_and_zero_1(_: Path) -> None:
+    data = batches(6)
+    in_bf16 = batches(6, dtype=torch.bfloat16)
+    zero = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+    for mode, config, clip in (
+        ("stashing", {"bf16": {"enabled": True}}, 0.0),
+        ("2bw", {"bf16": {"enabled": True}, **zero}, 0.0),
+        ("2bw", {"bf16": {"enabled": True}}, 0.05),
+        ("vertical-sync", zero, 0.0),
+    ):
+        for devices, cuts in maps()[::2]:
+            make = OPTIMIZERS["adam"] if clip else OPTIMIZERS["momentum"]
+            is_bf16 = "bf16" in config
+            engine = begin(plan_for(devices, cuts, mode), make, {**config, "gradient_clipping": clip})
+            items = mine(engine, in_bf16 if is_bf16 else data)
+            losses = [call(engine, items) for _ in data]
+            expected = alone(engine, make, clip=clip, dtype=torch.bfloat16 if is_bf16 else torch.float32)
+            wanted = [expected.train(batch) for batch in (in_bf16 if is_bf16 else data)]
+            same(losses, wanted, digits=0.003 if is_bf16 else 1e-5)
+
+
+def two_pipelines_without_a_drain(_: Path) -> None:
+    data = batches(6)
+    make = OPTIMIZERS["momentum"]
+    for mode, config, clip in (
+        ("stashing", {}, 0.0),
+        ("2bw", {}, 0.05),
+        ("vertical-sync", {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}, 0.0),
+    ):
+        devices, cuts = (0, 1, 0), [0, 3, 6, 8]
+        plan = plan_for(devices, cuts, mode, NUM_MICRO_BATCHES // 2)
+        engine = begin(plan, make, {**config, "gradient_clipping": clip})
+        items = mine(engine, data)
+        losses = [call(engine, items) for _ in data]
+        program = engine._endless.program
+        # A batch in one process has the micro-batches of both pipelines, in turns.
+        expected = Delayed(
+            make, lambda stage, number, mode=mode, program=program: program.version(mode, stage, number // 2),
+            plan, clip=clip,
+        )  # fmt: skip
+        same(losses, [expected.train(batch) for batch in data])
+        same_weights(engine, expected)
+
+
 class FailsAt(nn.Module):
     """Raises in the forward of one micro-batch."""
 
@@ -305,8 +372,12 @@ def what_asynchronous_training_refuses(_: Path) -> None:
         ValueError, "'stashing' cannot be had here", "layers 0, 7 share weights", "leave weight_versions out"
     ):
         engine.train_batch(iter(batches(1, tokens=True)[0]))
-    engine = begin(plan_for(devices, cuts, "2bw"), sgd)
     data = batches(4)
+    zero = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True, "gradient_clipping": 0.1}
+    engine = begin(plan_for(devices, cuts, "2bw"), sgd, zero)
+    with raised(ValueError, "ZeRO-1 has room for the reduced gradients of one batch"):
+        engine.train_batch(iter(data[0]))
+    engine = begin(plan_for(devices, cuts, "2bw"), sgd)
     items, other = mine(engine, data), mine(engine, data)
     call(engine, items)
     with raised(RuntimeError, "another iterator", "engine.come_to_rest()"):
@@ -320,10 +391,12 @@ CASES = {
         delayed_updates_equal_one_process,
         rests_on_the_way,
         forwards_and_backwards_use_the_same_weights,
+        schedules_and_clipping,
+        weights_in_bf16_and_zero_1,
         errors_in_a_layer_end_all_ranks,
         data_that_ends_or_fails,
         what_asynchronous_training_refuses,
     ],
     3: [],
-    4: [delayed_updates_equal_one_process],
+    4: [delayed_updates_equal_one_process, two_pipelines_without_a_drain],
 }

@@ -5,9 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-
-from collections import deque
-from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch

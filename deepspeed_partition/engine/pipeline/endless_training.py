@@ -16,26 +16,38 @@ place of the lists, and the engine refuses further steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from deepspeed_partition.engine.pipeline.batch_attempt import Batch, Failure, raise_everywhere
 from deepspeed_partition.engine.pipeline.before_step import Buffers
 from deepspeed_partition.engine.pipeline.held_weights import (
     CAN_KEEP_COUNTS,
+    FlatGradients,
     Gradients,
     Settings,
     Weights,
+    clipped_already,
     counts_kept,
+    new_flat_buffers,
+    norms_of_this_rank,
+    scale_gradients,
+    squares_of_gradients,
 )
 from deepspeed_partition.engine.pipeline.meetings import UNLIMITED, Facts, Meeting, Meetings
 from deepspeed_partition.engine.pipeline.parts import all_that_moves, held_modules
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.first_failure import in_words
 from deepspeed_partition.engine.runtime.watch import watch
+from deepspeed_partition.planner.weight_versions import TWO_VERSIONS
 from deepspeed_partition.schedule.endless import (
     EndlessBases,
     EndlessInstruction,
@@ -58,11 +70,13 @@ class EndlessTraining:
         engine: whose lists, weights and data are used.
         mode: ``weight_versions``, or ``NONE``.
         program: lists of all devices.
+        puts_off: whether its updates come so late that they may wait for a norm over all ranks.
     """
 
-    def __init__(self, engine: MadPipeEngine, mode: str, program: EndlessProgram) -> None:
+    def __init__(self, engine: MadPipeEngine, mode: str, program: EndlessProgram, *, puts_off: bool) -> None:
         self._engine, self._mode, self.program = engine, mode, program
         self._per_batch = program.num_micro_batches
+        self.clips_by_all = mode == TWO_VERSIONS and puts_off
         self._num_read_ahead = max(1, program.batches_ahead) if engine.runs_ahead else 0
         """Batches whose data is read before their call: it may end, and the pipeline comes to rest then."""
         module: Any = engine.module
@@ -153,11 +167,21 @@ class EndlessTraining:
         """What reading of data was answered with, behind what was read."""
         own: list[int] = module.own_stages
         parameters = {stage: _trainable(module, stage) for stage in own}
-        self._weights = {stage: Weights(parameters[stage]) for stage in own}
-        self._gradients = {stage: Gradients(parameters[stage]) for stage in own}
         self._parameters = [each for stage in own for each in parameters[stage]]
+        renew, optimizer = new_flat_buffers(engine.optimizer), engine.optimizer
+        if renew is None:
+            self._weights = {stage: Weights(parameters[stage]) for stage in own}
+        else:  # of all stages of the rank at once
+            self._weights = dict.fromkeys(own, Weights(self._parameters, renew))
+        self._gradients = {
+            stage: FlatGradients(parameters[stage], optimizer)
+            if isinstance(optimizer, BF16_Optimizer)
+            else Gradients(parameters[stage])
+            for stage in own
+        }
         self._oldest = dict.fromkeys(own, 0)
         """For each stage, the first micro-batch that has had no backward."""
+        self._norms: dict[int, tuple[torch.Tensor, Any]] = {}
         self._settings = Settings(engine.basic_optimizer)
         self._of_batch: dict[int, tuple[list[dict[str, Any]], int, int]] = {}
         self._totals: dict[int, Any] = {}
@@ -260,8 +284,12 @@ class EndlessTraining:
             if self.watcher is not None:
                 self.watcher(instruction)
             if isinstance(instruction, Update):
+                if not self._is_trained_on(instruction.batch):
+                    continue  # it is given up: its call has not come
                 if instruction.kind == "U":
                     self._update(instruction.batch)
+                elif self.clips_by_all:
+                    self._post_norm(instruction.batch)
             elif isinstance(instruction, Compute):
                 self._compute(instruction)
             else:
@@ -291,21 +319,22 @@ class EndlessTraining:
         if compute.kind == "B":
             self._oldest[stage] = number + 1
             self._attempt.forget(stage, number)
-            self._let_go(stage)
+            self._let_go(weights)
 
     def _version(self, compute: Compute) -> int:
         if self._mode == NONE:
             return self._weights[compute.stage].newest
         return self.program.version(self._mode, compute.stage, compute.micro_batch)
 
-    def _needed(self, stage: int) -> int:
-        """The oldest version that micro-batches in flight, or still to come, use on a stage."""
+    def _needed(self, weights: Weights) -> int:
+        """The oldest version that micro-batches in flight, or still to come, use on stages with these weights."""
         if self._mode == NONE:
-            return self._weights[stage].newest
-        return self.program.version(self._mode, stage, self._oldest[stage])
+            return weights.newest
+        stages = (stage for stage, each in self._weights.items() if each is weights)
+        return min(self.program.version(self._mode, stage, self._oldest[stage]) for stage in stages)
 
-    def _let_go(self, stage: int) -> None:
-        self._weights[stage].let_go(self._needed(stage))
+    def _let_go(self, weights: Weights) -> None:
+        weights.let_go(self._needed(weights))
 
     def _mean_loss(self, batch: int) -> float:
         total = self._totals.pop(batch)
@@ -319,26 +348,60 @@ class EndlessTraining:
             self._has_told_loss = batch
             self.loss = self._meetings.tell_loss(loss)
 
+    def _is_trained_on(self, batch: int) -> bool:
+        return batch < self.num_trained + (self._meeting is not None)
+
+    def _post_norm(self, batch: int) -> None:
+        """Begin to add up the norm of all gradients of a batch, which its update waits for."""
+        engine: Any = self._engine
+        assert self._meetings is not None
+        for gradients in self._gradients.values():
+            gradients.use(batch)
+        engine.end_batch(steps=False)
+        squares, is_part = squares_of_gradients(engine)
+        self._norms[batch] = self._meetings.begin_sum(
+            squares if is_part else squares / self._meetings.num_pipelines
+        )
+
+    def _clip(self, batch: int) -> torch.Tensor:
+        """Clip by the norm of all gradients of a batch; return it."""
+        total, work = self._norms.pop(batch)
+        work.wait()
+        norm = math.sqrt(float(total))
+        if not norm <= self._engine.gradient_clipping():
+            scale_gradients(self._engine, self._engine.gradient_clipping() / (norm + 1e-6))
+        return torch.tensor(norm)
+
     def _update(self, batch: int) -> None:
         """Step the optimizer with the gradients of a batch: a new version of the weights of this rank."""
-        if batch >= self.num_trained + (self._meeting is not None):
-            return  # its call has not come: it is given up
         engine: Any = self._engine
         settings, steps, samples = self._of_batch.pop(batch)
-        for stage, gradients in self._gradients.items():
+        for gradients in self._gradients.values():
             gradients.use(batch)
-            self._weights[stage].next(keeps=self._needed(stage) <= batch)
+        for weights in self._all_weights():
+            weights.next(keeps=self._needed(weights) <= batch)
         present = engine.global_steps, engine.global_samples, engine.lr_scheduler
         engine.global_steps, engine.global_samples, engine.lr_scheduler = steps, samples, None
         try:
-            with self._settings.applied(settings), counts_kept(self._parameters):
-                engine.end_batch()
+            with (
+                self._settings.applied(settings),
+                counts_kept(self._parameters),
+                norms_of_this_rank(engine.optimizer),
+                clipped_already(engine.optimizer) if self.clips_by_all else nullcontext(),
+            ):
+                norm = self._clip(batch) if self.clips_by_all else None
+                engine.end_batch(reduces=not self.clips_by_all)
+                if norm is not None:
+                    engine._global_grad_norm = norm
         finally:
             engine.global_steps, engine.global_samples, engine.lr_scheduler = present
         for gradients in self._gradients.values():
             gradients.used()
-        for stage in self._weights:
-            self._let_go(stage)
+        for weights in self._all_weights():
+            self._let_go(weights)
+
+    def _all_weights(self) -> list[Weights]:
+        return list({id(each): each for each in self._weights.values()}.values())
 
     # The end of a run
 
@@ -359,6 +422,7 @@ class EndlessTraining:
             self._gradients[stage].forget()
             engine.module._num_forwards[stage] = self._num_forwards[stage] + self.num_trained * self._per_batch
         engine.module.micro_offset = engine.module._num_forwards[engine.module._shown]
+        self._norms.clear()
         self._buffers.put_back(self.num_trained)
         engine.total_loss = None
         engine.batch_state.clear()
@@ -478,6 +542,11 @@ def why_not_endless(engine: Any) -> str | None:
         return "it needs the pattern of a plan: give partition_method='madpipe', or a plan"
     if not CAN_KEEP_COUNTS:
         return "it needs torch 2.4 or newer"
+    if engine.data_ends_with_batch:
+        return (
+            "under Lightning each batch of data has an iterator and hooks of its own, and updates would come in "
+            "the call of a later one: train by DeepSpeed's train_batch"
+        )
     if engine.flushes is not None:
         return "the loss is that of a whole batch, so that each batch drains the pipeline"
     stage_of = {
@@ -491,10 +560,17 @@ def why_not_endless(engine: Any) -> str | None:
             )
     if engine.fp16_enabled() or engine.torch_autocast_z0_gradscaler:
         return "the scale of the loss in fp16 depends on the update before: use bf16 or fp32"
-    if engine.zero_optimization() or engine.bfloat16_enabled():
-        return "ZeRO and bf16 are not supported with it: use fp32 without ZeRO"
+    known = (BF16_Optimizer, DeepSpeedZeroOptimizer)
+    if engine.optimizer is not engine.basic_optimizer and not isinstance(engine.optimizer, known):
+        return f"{type(engine.optimizer).__name__} is not known to it: use fp32 or bf16, with ZeRO 0 or 1"
     if engine.sharded is not None:
         return "pipelines share out the weights of their stages (shard_weights), which have one version"
+    clips = engine.gradient_clipping() and engine.num_stages > 1
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) and clips and engine.weight_versions == TWO_VERSIONS:
+        return (
+            "'2bw' clips by the norm of all stages, for which updates come later, and ZeRO-1 has room for the "
+            "reduced gradients of one batch: set gradient_clipping to 0, or use bf16 without ZeRO or 'stashing'"
+        )
     if type(module).get_additional_losses is not PipelineModule.get_additional_losses:
         return "get_additional_losses() is of the batches that the last stage has run, which are several"
     return None

@@ -13,11 +13,14 @@ A storage is let go when the last micro-batch that uses its version has had its 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch.autograd import grad_mode
 
 CAN_KEEP_COUNTS = hasattr(grad_mode, "_unsafe_preserve_version_counter")
@@ -90,21 +93,28 @@ class Gradients:
         parameters: of the stage, those that train.
     """
 
+    _NAMES = "grad", "grad_accum"
+    """Attributes of a parameter that have its gradient: torch's, and DeepSpeed's of ZeRO that adds up in fp32."""
+
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._parameters = list(parameters)
         self._batch: int | None = None
         """The batch whose gradients the parameters have; None: they have none."""
-        self._aside: dict[int, list[torch.Tensor | None]] = {}
+        self._aside: dict[int, list[Any]] = {}
 
     def use(self, batch: int) -> None:
         """Let the parameters have the gradients of a batch, which are added up there."""
         if batch == self._batch:
             return
         if self._batch is not None:
-            self._aside[self._batch] = [parameter.grad for parameter in self._parameters]
-        found = self._aside.pop(batch, None)
-        for place, parameter in enumerate(self._parameters):
-            parameter.grad = None if found is None else found[place]
+            self._aside[self._batch] = [
+                [getattr(parameter, name, None) for name in self._NAMES] for parameter in self._parameters
+            ]
+        found = self._aside.pop(batch, [(None, None)] * len(self._parameters))
+        for parameter, gradients in zip(self._parameters, found, strict=True):
+            for name, gradient in zip(self._NAMES, gradients, strict=True):
+                if hasattr(parameter, name):
+                    setattr(parameter, name, gradient)
         self._batch = batch
 
     def used(self) -> None:
@@ -116,7 +126,139 @@ class Gradients:
         self._batch = None
         self._aside.clear()
         for parameter in self._parameters:
-            parameter.grad = None
+            for name in self._NAMES:
+                if hasattr(parameter, name):
+                    setattr(parameter, name, None)
+
+
+class FlatGradients(Gradients):
+    """Gradients of one stage in the flat buffer of DeepSpeed's ``BF16_Optimizer``, which all batches share.
+
+    Args:
+        optimizer: whose buffer holds them.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], optimizer: BF16_Optimizer) -> None:
+        super().__init__(parameters)
+        mine = {id(parameter) for parameter in parameters}
+        self._optimizer = optimizer
+        self._places = [
+            (group, place)
+            for group, weights in enumerate(optimizer.bf16_groups)
+            for place, weight in enumerate(weights)
+            if id(weight) in mine
+        ]
+
+    def use(self, batch: int) -> None:
+        if batch == self._batch:
+            return
+        gradients, has = self._optimizer.fp32_groups_gradients, self._optimizer.fp32_groups_has_gradients
+        if self._batch is not None:
+            self._aside[self._batch] = [
+                gradients[group][place].clone() if has[group][place] else None for group, place in self._places
+            ]
+        found = self._aside.pop(batch, [None] * len(self._places))
+        for (group, place), gradient in zip(self._places, found, strict=True):
+            has[group][place] = gradient is not None
+            gradients[group][place].zero_() if gradient is None else gradients[group][place].copy_(gradient)
+        self._batch = batch
+
+    def forget(self) -> None:
+        self._aside.clear()
+        self._batch = None
+        for group, place in self._places:
+            self._optimizer.fp32_groups_has_gradients[group][place] = False
+            self._optimizer.fp32_groups_gradients[group][place].zero_()
+        super().forget()
+
+
+def new_flat_buffers(optimizer: Any) -> Callable[[], None] | None:
+    """Return what makes flat buffers of weights for the next version; None for an optimizer that has none."""
+    if isinstance(optimizer, BF16_Optimizer):
+        return functools.partial(_renew_bf16, optimizer)
+    return functools.partial(_renew_zero, optimizer) if isinstance(optimizer, DeepSpeedZeroOptimizer) else None
+
+
+def _renew_bf16(optimizer: BF16_Optimizer) -> None:
+    for number, flat in enumerate(optimizer.bf16_groups_flat):
+        flat = optimizer.bf16_groups_flat[number] = flat.clone()
+        optimizer._update_storage_to_flattened_tensor(optimizer.bf16_groups[number], flat)
+        parts = optimizer.bf16_partitioned_groups[number]
+        optimizer.bf16_partitioned_groups[number] = list(flat.split(parts[0].numel()))
+
+
+def _renew_zero(optimizer: DeepSpeedZeroOptimizer) -> None:
+    for number, flat in enumerate(optimizer.bit16_groups_flat):
+        flat = optimizer.bit16_groups_flat[number] = flat.clone()
+        optimizer.parallel_partitioned_bit16_groups[number] = optimizer.get_data_parallel_partitions(flat, number)
+        optimizer._update_model_bit16_weights(number)
+
+
+@contextmanager
+def norms_of_this_rank(optimizer: Any) -> Iterator[None]:
+    """Let the step of a flat optimizer take the norm of this rank's gradients, without a wait for other stages.
+
+    It takes the norm over all stages in every step, also where nothing is clipped.
+    """
+    name = {BF16_Optimizer: "mpu", DeepSpeedZeroOptimizer: "model_parallel_group"}.get(type(optimizer))
+    if name is None:
+        yield
+        return
+    present = getattr(optimizer, name)
+    setattr(optimizer, name, None)
+    try:
+        yield
+    finally:
+        setattr(optimizer, name, present)
+
+
+def squares_of_gradients(engine: Any) -> tuple[float, bool]:
+    """Return the sum of squares of this rank's gradients, and whether it is of a part that pipelines share out."""
+    optimizer = engine.optimizer
+    if isinstance(optimizer, BF16_Optimizer):
+        return sum(float(each.float().norm() ** 2) for each in optimizer.get_grads_for_norm()[0]), False
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return sum(float(each.norm() ** 2) for each in _gradients_of(engine)), False
+    total = 0.0
+    for number, gradients in optimizer.averaged_gradients.items():
+        own = [each for each in gradients or () if not getattr(each, "_zero_padding", False)]
+        total += sum(
+            float(each.float().norm() ** 2)
+            for each, _ in zip(own, optimizer.params_in_partition[number], strict=False)
+        )
+    return total, True
+
+
+def scale_gradients(engine: Any, factor: float) -> None:
+    """Multiply this rank's gradients, which are reduced already."""
+    optimizer = engine.optimizer
+    if isinstance(optimizer, BF16_Optimizer):
+        for flat in optimizer.fp32_groups_gradients_flat:
+            flat.mul_(factor)
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+        for gradients in optimizer.averaged_gradients.values():
+            for each in gradients or ():
+                each.mul_(factor)
+    else:
+        for each in _gradients_of(engine):
+            each.mul_(factor)
+
+
+def _gradients_of(engine: Any) -> list[torch.Tensor]:
+    return [each.grad for each in engine._clipped_parameters() if each.grad is not None]
+
+
+@contextmanager
+def clipped_already(optimizer: Any) -> Iterator[None]:
+    """Let a flat optimizer clip nothing in its step."""
+    if not isinstance(optimizer, BF16_Optimizer | DeepSpeedZeroOptimizer):
+        yield
+        return
+    present, optimizer.clip_grad = optimizer.clip_grad, 0.0
+    try:
+        yield
+    finally:
+        optimizer.clip_grad = present
 
 
 class Settings:

@@ -45,8 +45,9 @@ class Meetings:
         me = dist.get_rank()
         with accelerator.no_splitting():
             self._group = dist.new_group(backend="gloo")
+            self._sums = dist.new_group(backend="gloo")
             self._lasts = dist.new_group([ranks[last] for ranks in pipelines], backend="gloo")
-        self._num_pipelines = len(pipelines)
+        self.num_pipelines = len(pipelines)
         [mine] = [ranks for ranks in pipelines if me in ranks]
         self._source = mine[last]
         self._others = [rank for rank in mine if rank != me]
@@ -58,12 +59,17 @@ class Meetings:
         numbers = torch.tensor([*map(int, facts[:-1]), -facts.num_batches], dtype=torch.int64)
         return Meeting(numbers, dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._group, async_op=True))
 
+    def begin_sum(self, number: float) -> tuple[torch.Tensor, Any]:
+        """Begin to add up a number over all ranks; there when all have begun it."""
+        total = torch.tensor([number], dtype=torch.float64)
+        return total, dist.all_reduce(total, group=self._sums, async_op=True)
+
     def tell_loss(self, loss: float) -> float:
         """Tell the others of this pipeline a loss; return its mean over all pipelines. On ranks that have one."""
         number = torch.tensor([loss], dtype=torch.float64)
-        if self._num_pipelines > 1:
+        if self.num_pipelines > 1:
             dist.all_reduce(number, group=self._lasts)
-            number /= self._num_pipelines
+            number /= self.num_pipelines
         self.finish()
         for rank in self._others:
             self._sending.append((dist.isend(number, rank, group=self._group, tag=LOSS_TAG), number, rank))

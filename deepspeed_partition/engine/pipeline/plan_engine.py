@@ -397,10 +397,17 @@ class AnyPlanEngine(AnyBoundaryEngine):
         """Train on a batch while others are in flight."""
         raise NotImplementedError
 
-    def end_batch(self) -> None:
-        """Reduce the gradients of a batch and step the optimizer, by what stands for these instructions."""
+    def end_batch(self, *, reduces: bool = True, steps: bool = True) -> None:
+        """Reduce the gradients of a batch and step the optimizer, by what stands for these instructions.
+
+        Args:
+            reduces: whether gradients are reduced; else they were before.
+            steps: whether the optimizer is stepped; else it is later.
+        """
         replaced = self._replaced.instructions
         for kind, name in AT_THE_END.items():
+            if not (steps if kind is schedule.OptimizerStep else reduces):
+                continue
             run = MethodType(replaced[kind], self) if kind in replaced else getattr(self, name)
             is_of_ties = kind is schedule.ReduceTiedGrads
             with self._ties_reduced() if is_of_ties else nullcontext():

@@ -1,0 +1,126 @@
+"""What does a pipeline gain that never drains, and how near is its period to the plan's?
+
+    torchrun --nproc_per_node=4 examples/benchmarks/asynchronous/main.py --save
+    torchrun --nproc_per_node=8 examples/benchmarks/asynchronous/main.py --save
+
+One stage per rank, all alike. Layers sleep, so that each rank has a device of its own on any machine; links take
+no time. For each number of micro-batches per update: batches of the same engine with ``weight_versions`` of
+``flush``, and of each mode that does not drain, all of them in one run. Measured is the time from the end of one
+batch to that of the last one, on the slowest rank, after batches that warm up and before the drain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from dataclasses import replace
+from datetime import date
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from deepspeed_partition import Chain, LayerProfile, Plan, Platform, make_plan
+from deepspeed_partition.engine.runtime.collectives import gather_objects
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "sleeping_schedules")]
+from interleaved import engine_for_plan, environment
+from split_layers import SplitLayer
+
+WARM_UP = 2
+"""Batches that are not measured."""
+
+
+def plan_of(num_ranks: int, layer_seconds: float, micro_batches: int, mode: str) -> Plan:
+    """Return the contiguous plan of one layer per rank, with the pattern of 1F1B*."""
+    layer = LayerProfile(
+        name="sleeping", forward_seconds=layer_seconds, backward_seconds=2 * layer_seconds, weight_bytes=4,
+        output_bytes=64, num_trainable_parameters=1,
+    )  # fmt: skip
+    # The first one has an anchor beside its weight, see ``SplitLayer``.
+    first = replace(layer, weight_bytes=8, num_trainable_parameters=2)
+    chain = Chain(name="even", input_bytes=4, layers=(first, *[layer] * (num_ranks - 1)))
+    platform = Platform(num_devices=num_ranks, memory_bytes=10**12, bandwidth=1e12, duplex="full", comm_buffers=4)
+    plan = make_plan(
+        chain, platform, list(range(num_ranks + 1)), num_micro_batches=micro_batches, recompute="never"
+    )  # fmt: skip
+    if mode == "flush":
+        return plan
+    return replace(plan, step=None, weight_versions=mode, micro_batches_per_update=micro_batches)
+
+
+def measured(mode: str, layer_seconds: float, micro_batches: int, num_batches: int) -> dict[str, Any]:
+    """Return what one mode takes and holds."""
+    num_ranks = dist.get_world_size()
+    plan = plan_of(num_ranks, layer_seconds, micro_batches, mode)
+    layers = [SplitLayer(number, layer_seconds, 2 * layer_seconds, 16) for number in range(num_ranks)]
+    engine: Any = engine_for_plan(
+        layers, plan, micro_batches, lambda outputs, _: outputs.sum(), gradient_clipping=0.0
+    )  # fmt: skip
+    data = repeat((torch.zeros(1, 1), torch.zeros(1)))
+    gc.collect()
+    gc.freeze()  # to look for garbage among all that was imported takes a rank 0.2 s, each at another time
+    ends, held = [], 0
+    for _ in range(WARM_UP + num_batches):
+        engine.train_batch(data)
+        ends.append(time.perf_counter())
+        if engine._endless is not None:
+            held = max(held, *(weights.num_held for weights in engine._endless._all_weights()))
+    batch_seconds = max(gather_objects((ends[-1] - ends[WARM_UP - 1]) / num_batches))
+    held_of_all = gather_objects(held)
+    engine.come_to_rest()
+    engine.destroy()
+    versions = plan.versions
+    return {
+        "ranks": num_ranks, "micro_batches": micro_batches, "mode": mode, "layer_ms": 1e3 * layer_seconds,
+        "batch_seconds": batch_seconds,
+        "planned_seconds": plan.step.step_seconds if plan.step else micro_batches * plan.period_seconds,
+        "versions_held": held_of_all,
+        "versions_planned": [] if versions is None else [versions.num_held(stage) for stage in range(num_ranks)],
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--modes", nargs="+", default=["stashing", "2bw", "vertical-sync"])
+    parser.add_argument("--layer-ms", type=float, default=10.0, help="forward; a backward takes twice that")
+    parser.add_argument("--batches", type=int, default=6)
+    parser.add_argument("--save", action="store_true", help="write results/ beside this file")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    deepspeed.init_distributed()
+    lines = []
+    for micro_batches in arguments.micro_batches:
+        found = []
+        for mode in ("flush", *arguments.modes):
+            if mode == "2bw" and dist.get_world_size() > micro_batches + 1:
+                continue  # more in flight than two versions allow: such a plan is refused
+            found.append(measured(mode, arguments.layer_ms / 1e3, micro_batches, arguments.batches))
+        lines += found
+        for each in found if dist.get_rank() == 0 else ():
+            print(
+                f"P={each['ranks']} m={micro_batches} {each['mode']:14} {1e3 * each['batch_seconds']:8.1f} ms, "
+                f"{each['batch_seconds'] / each['planned_seconds']:.3f} of planned, "
+                f"{found[0]['batch_seconds'] / each['batch_seconds']:.2f} times flush, "
+                f"versions {each['versions_held']} planned {each['versions_planned']}",
+                flush=True,
+            )
+    if dist.get_rank() == 0 and arguments.save:
+        path = HERE / "results" / f"{dist.get_world_size()}_ranks_{date.today():%Y%m}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(json.dumps(line) + "\n" for line in ({"environment": environment()}, *lines)))
+        print(f"saved {path.name}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
