@@ -327,11 +327,11 @@ def _solve_in_sync(problem: Problem, solver: Solver) -> Plan:
     proved = all(plan.proved for plan, _ in found)
     if not proved and best.proved_class != "any allocation":
         best = replace(best, proved=False, proved_class=None, proved_of=None)
+    best = replace(best, algorithm=solver.name)
     if not isinstance(solver, MadPipe) or best.proved_class == "any allocation":
         return best
     # Versions are counted for the whole pipeline, and a device with several stages may hold fewer: what is proved
     # with a number of them is not proved of the mode.
-    best = replace(best, algorithm=solver.name)
     number = given.versions.num_versions if given.versions is not None else 1
     for more in sorted({number, number + 1, numbers[-1]}):
         if problem.deadline.passed():

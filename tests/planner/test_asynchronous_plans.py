@@ -14,6 +14,7 @@ from deepspeed_partition.planner.memory import most_with_versions
 from deepspeed_partition.planner.report.comparison import compare
 from deepspeed_partition.planner.report.draw import summary
 from deepspeed_partition.planner.report.frontier import frontier
+from deepspeed_partition.schedule.other_runtimes import ConversionError, megatron_layout, torch_csv
 from tests.planner import oracles
 from tests.planner.instances import chain
 from tests.planner.test_weight_versions import ASYNCHRONOUS, SlowVersions
@@ -171,6 +172,20 @@ def test_check_refuses_what_the_mode_does_not_allow() -> None:
     told = " ".join(replay(replace(tight, micro_batches_per_update=1), made).violations)
     assert "bytes short" in told and "and the plan says" in told
     assert not replay(tight, made).violations
+
+
+def test_one_version_along_the_pipeline_is_planned_under_the_name_that_was_asked_for() -> None:
+    made = chain([1.0] * 4, [2.0] * 4, weights=[5] * 4, stash=[1] * 4)
+    platform = Platform(num_devices=2, memory_bytes=200, bandwidth=1e9)
+    for name in ("madpipe", "contiguous", "0,2,4"):
+        plan = make_plan(made, platform, name, weight_versions="vertical-sync", num_micro_batches=2)
+        versions = plan.versions
+        assert plan.algorithm == name and versions is not None
+        assert [versions.num_held(stage) for stage in range(2)] == [2, 2]
+        assert [use.weights for use in plan.memory] == [30, 30]
+        for convert in (torch_csv, megatron_layout):
+            with pytest.raises(ConversionError, match="'vertical-sync', a pipeline that never drains"):
+                convert(plan)
 
 
 def test_what_is_not_planned_is_refused_in_a_sentence() -> None:

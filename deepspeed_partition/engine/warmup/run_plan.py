@@ -44,6 +44,7 @@ from deepspeed_partition.planner.renumbering import renumbered
 from deepspeed_partition.planner.simulate.replay import replay
 from deepspeed_partition.planner.units import format_bytes, format_seconds
 from deepspeed_partition.planner.warm_up_report import LinkUse, TrialRun
+from deepspeed_partition.planner.weight_versions import FLUSH
 from deepspeed_partition.profiling import Link, OperationCost, measure_links, measure_operations, measure_stage
 from deepspeed_partition.profiling.boundaries import Boundary, bytes_of, describe, to_device
 from deepspeed_partition.profiling.layers import measured_chain, num_samples
@@ -218,6 +219,24 @@ def _splits_backward(engine: MadPipeEngine) -> bool:
         announce("the loss is that of a whole batch: backwards are planned as one operation each")
         return False
     return True
+
+
+def _weight_versions(engine: MadPipeEngine) -> str:
+    """Return what becomes of the weights in a plan of this run: what the options say, if that runs.
+
+    Raises:
+        ValueError: the user asks for a pipeline that never drains, and it cannot run.
+    """
+    mode, why = engine.options.weight_versions, None
+    if mode == FLUSH:
+        return mode
+    if not engine.runs_lists:
+        why = "DeepSpeed's own schedule runs here, which drains at every step"
+    elif engine.flushes is not None:
+        why = "the loss is that of a whole batch, so every forward of a batch comes before its first backward"
+    if why is not None:
+        raise ValueError(f"madpipe option 'weight_versions' is {mode!r}, and {why}: leave weight_versions out")
+    return mode
 
 
 def _measured(
@@ -397,6 +416,7 @@ def _plan(
         "every_device_trains": engine.runs_lists,
         "recompute": _recompute(engine),
         "split_backward": _splits_backward(engine) and _has_halves(chain),
+        "weight_versions": _weight_versions(engine),
     }
     seconds = options.time_limit_seconds
 
@@ -477,11 +497,12 @@ def _unless_present_is_as_good(plan: Plan, make_present: Callable[[], Plan]) -> 
     except InfeasibleError as error:
         announce(f"the present cut does not fit in memory, the plan does: {error}")
         return plan
-    assert plan.step_seconds is not None and present.step_seconds is not None, "both are for a step"
-    gain = 1 - plan.step_seconds / present.step_seconds
-    took = f"{format_seconds(present.step_seconds)} per step at the present cut {present.boundaries}"
+    planned, now = (each.step_seconds or each.update_seconds for each in (plan, present))
+    assert planned is not None and now is not None, "both are for a step, or for an update"
+    gain = 1 - planned / now
+    took = f"{format_seconds(now)} per step at the present cut {present.boundaries}"
     if gain >= MIN_GAIN:
-        announce(f"the plan takes {format_seconds(plan.step_seconds)} instead of {took}: {gain:.0%} less")
+        announce(f"the plan takes {format_seconds(planned)} instead of {took}: {gain:.0%} less")
         return plan
     announce(
         f"no layer moves: the best plan found would take {gain:.1%} less than {took}, and {MIN_GAIN:.0%} is "
@@ -621,7 +642,8 @@ def _platform(
         memory_bytes=options.memory or min(report.memory_bytes for report in reports),
         bandwidth=options.bandwidth or min(measured, default=ANY_BANDWIDTH),
         latency_seconds=link.latency_seconds if latency is None else latency,
-        weight_copies=options.weight_copies or kept / weights,
+        # Where the pipeline never drains, two versions of the weights are among them.
+        weight_copies=options.weight_copies or kept / weights + (options.weight_versions != FLUSH),
         optimizer_step="sum" if any(each.at_once for each in needs) else "largest",
         fixed_bytes=header_bytes() if needs and options.weight_copies is None else 0,
         duplex=options.duplex or link.duplex,
