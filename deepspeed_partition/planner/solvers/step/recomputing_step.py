@@ -27,12 +27,8 @@ from deepspeed_partition.planner.solvers.contiguous.partition_search import best
 from deepspeed_partition.planner.solvers.contiguous.recomputing import choice_for, useful
 from deepspeed_partition.planner.solvers.interface import Cuts, Problem
 from deepspeed_partition.planner.solvers.step.orders import DepthRule
-from deepspeed_partition.planner.solvers.step.step_search import (
-    FEW,
-    StepSearch,
-    moved_boundaries,
-    step_engine,
-)
+from deepspeed_partition.planner.solvers.step.partition_candidates import moved_boundaries
+from deepspeed_partition.planner.solvers.step.step_search import FEW, StepSearch, step_engine
 
 MOST_PARTITIONS = 40
 """Most partitions for which choices of recomputation are tried."""

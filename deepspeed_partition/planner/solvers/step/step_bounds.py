@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 
 from deepspeed_partition.planner.problem import LayerProfile
 from deepspeed_partition.planner.solvers.bounds import blocks_bound, with_savings
-from deepspeed_partition.planner.solvers.interface import Problem
+from deepspeed_partition.planner.solvers.interface import Cuts, Problem
 from deepspeed_partition.planner.solvers.step.memory_bounds import MemoryBound
 from deepspeed_partition.planner.solvers.step.segment_bounds import SegmentBound, least_from, num_decisions
 from deepspeed_partition.planner.solvers.step.stage_needs import FAR, StageNeeds
@@ -55,6 +55,8 @@ MOST_COUNTED = 12
 """Most times t for which layers are counted by ``floor(x / t)``."""
 MOST_WORK = 3 * 10**8
 """Most numbers that the bound of contiguous partitions looks at."""
+FEW_DECISIONS = 10
+"""Number of decisions with which a good partition is looked for."""
 ROUNDING = 1e-9
 """Relative error that products of bytes and ticks may have."""
 Integers = NDArray[np.int64]
@@ -349,20 +351,51 @@ class StepBounds:
             return at_least
         return least_from(at_least, may_take, decisions)
 
+    def partition(self) -> Cuts | None:
+        """Return a contiguous partition whose stages ask for about the least; None where none may be told soon."""
+        constraints = self.problem.constraints
+        most = min(constraints.max_stages, self.size)
+        if MOST_WORK // (most * self.size**2 + 1) < 2 * FEW_DECISIONS:
+            return None
+        needs = StageNeeds(self, constraints.allowed(self.problem.table))
+        longest = self._longest() + 2 * int(self.send.sum()) * self.m
+        if not self._has_partition(needs.within(longest), longest, most):
+            return None
+        work = self.m * int(self.C[-1]) // self.num_devices
+        T = least_from(work, lambda T: self._has_partition(needs.within(T), T, most), FEW_DECISIONS)
+        while True:
+            needed = needs.within(T)
+            least = self._least_ways(needed, T, most)
+            counts = self.problem.constraints.counts(self.size)
+            count = min(counts, key=lambda count: int(least[count, -1]))
+            if least[count, -1] < FAR:
+                break
+            T += 1 + T // 512
+        cuts = [self.size]
+        for number in range(count, 0, -1):
+            stop = cuts[-1]
+            before = least[number - 1, :stop]
+            ways = np.where(2 * before + needed[:stop, stop] <= T, before, FAR)
+            cuts.append(int(ways.argmin()))
+        return tuple(reversed(cuts))
+
     def _has_partition(self, needed: Integers, T: int, most: int) -> bool:
         """Return whether some partition has stages that all need at most T ticks."""
-        size, far = self.size, FAR
+        counts = self.problem.constraints.counts(self.size)
+        return bool((self._least_ways(needed, T, most)[counts.start : counts.stop, self.size] < FAR).any())
+
+    def _least_ways(self, needed: Integers, T: int, most: int) -> Integers:
+        """Return the least ticks, one way, over the cuts before and at layer l, by the stages so far; [q, l]."""
+        size = self.size
         sends = np.array([*self.send, 0], dtype=np.int64)
-        least = np.full((most + 1, size + 1), far, dtype=np.int64)
-        """Least ticks, one way, over the cuts before and at layer l, by the number of stages; [q, l]."""
+        least = np.full((most + 1, size + 1), FAR, dtype=np.int64)
         least[0, 0] = 0
         for start in range(size):
             so_far = least[:-1, start, None]
-            reached = np.where(2 * so_far + needed[start, None, start + 1 :] <= T, so_far, far)
-            reached = np.minimum(reached + sends[None, start + 1 :], far)
+            reached = np.where(2 * so_far + needed[start, None, start + 1 :] <= T, so_far, FAR)
+            reached = np.minimum(reached + sends[None, start + 1 :], FAR)
             np.minimum(least[1:, start + 1 :], reached, out=least[1:, start + 1 :])
-        counts = self.problem.constraints.counts(size)
-        return bool((least[counts.start : counts.stop, size] < far).any())
+        return least
 
 
 class _Layers:

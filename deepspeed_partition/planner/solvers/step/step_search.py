@@ -4,8 +4,8 @@ Candidates are compared by the simulated step (``step_simulator.py``), memory in
 pruned by a bound that no order of an allocation beats. They are:
 
 1. contiguous partitions: the best for the period, those of the baselines, for each number of stages the best by
-   the bound and for DeepSpeed's own engine, and whatever gets better by moving one boundary; all where they are
-   few;
+   the bound and for DeepSpeed's own engine, and whatever gets better by moving one boundary, by a layer or by
+   several; all where they are few;
 2. each under 1F1B with a depth of its own for each stage: DeepSpeed's, that of 1F1B*, one that hides transfers
    (2 (P - s) - 1), all that memory allows (with room for all micro-batches: GPipe's flush), and what is reached
    from the best of these by changing single depths;
@@ -29,20 +29,13 @@ with the deadline.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import accumulate, combinations, islice, product
 from math import ceil, comb, inf
 
-import numpy as np
-from numpy.typing import NDArray
-
 from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.memory import UNLIMITED
-from deepspeed_partition.planner.solvers.contiguous import deepspeed_partitions, deepspeed_step
-from deepspeed_partition.planner.solvers.contiguous.mcap import MemoryBalanced
-from deepspeed_partition.planner.solvers.contiguous.min_max import NOTHING_FITS, min_max_partitions
-from deepspeed_partition.planner.solvers.contiguous.pipedream import PipeDream
 from deepspeed_partition.planner.solvers.interface import Cuts, Problem, Step
 from deepspeed_partition.planner.solvers.non_contiguous.many_special_devices import neighbours
 from deepspeed_partition.planner.solvers.pattern import ilp
@@ -52,6 +45,14 @@ from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern
 from deepspeed_partition.planner.solvers.step.order_search import better_orders
 from deepspeed_partition.planner.solvers.step.order_times import look_at
 from deepspeed_partition.planner.solvers.step.orders import DepthRule, FixedRule, PatternRule, Rule, fixed_orders
+from deepspeed_partition.planner.solvers.step.partition_candidates import (
+    MOST_STAGES_WITH_RUNS,
+    balanced_partitions,
+    moved_boundaries,
+    moved_runs,
+    rival_partitions,
+    strides,
+)
 from deepspeed_partition.planner.solvers.step.step_simulator import (
     StepEngine,
     StepRun,
@@ -66,8 +67,6 @@ each."""
 LONGEST_RUN = 128
 """Most micro-batches of a simulation, or three for each device: a longer step is extrapolated from its rhythm,
 until the best are compared in full."""
-MOST_CELLS = 50_000_000
-"""Layers squared times devices up to which the partitions of PipeDream and mCAP are candidates: seconds beyond."""
 FEW = 300
 """Number of partitions, or ways to give layers to devices, up to which all are tried."""
 NUM_REFINED, NUM_FINALISTS, MOST_NEIGHBOURS = 20, 4, 100
@@ -148,7 +147,7 @@ class StepSearch:
         placement = Placement.contiguous(steady)
         if not self.problem.flushes:
             self.certain.append((placement, DepthRule("1F1B", self._of_steady_state(placement))))
-        for cuts in _rivals(self.problem, steady):
+        for cuts in rival_partitions(self.problem, steady):
             if self.ended():
                 return
             self.try_contiguous(Placement.contiguous(cuts))
@@ -157,11 +156,14 @@ class StepSearch:
             for placement in self.promising(map(Placement.contiguous, every)):
                 self.try_contiguous(placement)
         else:
-            for placement in self.promising(map(Placement.contiguous, _balanced(self.problem))):
+            for placement in self.promising(map(Placement.contiguous, balanced_partitions(self.problem))):
                 self.try_contiguous(placement)
             contiguous = [placement for placement in self.leaders() if placement.is_contiguous]
             for placement in contiguous[:NUM_CENTRES]:
-                self.descend(placement, moved_boundaries)
+                self.descend(placement, lambda centre: moved_boundaries(centre, strides(centre)))
+            best = next((placement for placement in self.leaders() if placement.is_contiguous), None)
+            if best is not None and len(best.devices) <= MOST_STAGES_WITH_RUNS:
+                self.descend(best, moved_runs)
         self.refine_leaders()
 
     def every_partition(self, most: int) -> list[Cuts]:
@@ -508,48 +510,6 @@ class StepSearch:
     @property
     def _may_end(self) -> bool:
         return bool(self.found) or not self.must_find
-
-
-def _rivals(problem: Problem, steady: Cuts) -> Iterator[Cuts]:
-    """Yield the partitions of other planners, and at last the one that needs least memory."""
-    chain, num_devices = problem.chain, problem.constraints.max_stages
-    yield steady
-    yield deepspeed_partitions.uniform(chain, num_devices)
-    yield deepspeed_partitions.parameters(chain, num_devices)
-    if chain.num_layers**2 * num_devices <= MOST_CELLS:
-        for algorithm in (PipeDream(), MemoryBalanced()):
-            yield from algorithm.solve(problem).cuts
-    table = problem.table
-    in_flight = problem.fewest_in_flight
-    least = min_max_partitions(problem, lambda from_end: table.needs(in_flight))
-    yield min(least, key=lambda found: found[1])[0]
-
-
-def _balanced(problem: Problem) -> list[Cuts]:
-    """Return, for each number of stages, a good partition for DeepSpeed's engine, and that of least bound.
-
-    The bound is ``StepEngine.bound`` per micro-batch, without the transfers on the way.
-    """
-    times, table, m = problem.times, problem.table, problem.num_micro_batches
-    assert m is not None
-    before = times.compute[:, None] // m
-    on_link = times.one_way if problem.platform.duplex == "full" else times.round_trip
-    busiest = np.maximum(times.compute[None, :] - times.compute[:, None], on_link[:, None])
-    room = np.minimum(np.maximum(table.max_in_flight, 1), m)
-    waiting = (times.compute[-1] - times.compute)[:, None] // room
-    costs: NDArray[np.int64] = before + np.maximum(busiest, waiting)
-    fitting = np.where(table.max_in_flight >= 1, costs, NOTHING_FITS)
-    blocking = deepspeed_step.balanced_partitions(replace(problem, in_deepspeed=True))
-    return [*blocking, *(cuts for cuts, _ in min_max_partitions(problem, lambda from_end: fitting))]
-
-
-def moved_boundaries(placement: Placement) -> Iterator[Placement]:
-    """Yield the contiguous partitions in which one boundary is one layer further."""
-    cuts = placement.cuts
-    for index in range(1, len(cuts) - 1):
-        for moved in (cuts[index] - 1, cuts[index] + 1):
-            if cuts[index - 1] < moved < cuts[index + 1]:
-                yield Placement.contiguous((*cuts[:index], moved, *cuts[index + 1 :]))
 
 
 def _changed(depths: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
