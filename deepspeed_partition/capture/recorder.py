@@ -9,6 +9,7 @@ that happens is run once, alone, on real tensors, and stays whole.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import logging
 import types
@@ -437,9 +438,9 @@ class Tape:
             self._region = int(region)
         return self.closed(scope, out)
 
-    def _note_draws(self) -> None:
-        """Note whether the code of the module that runs has drawn from a generator of Python's or NumPy's."""
-        drawn = self.draws.since_last()
+    def _note_draws(self, ended: types.CodeType | None = None) -> None:
+        """Note whether the code of the module that runs, or has come to its end, has drawn numbers."""
+        drawn = self.draws.since_last(ended)
         if drawn is not None:
             self._scopes[-1].drawn = self._scopes[-1].drawn or drawn
 
@@ -590,7 +591,7 @@ class Tape:
             self._outer_context = _state()
             out = self._call_model(fake_args, fake_kwargs)
             if self.call is self.model:  # a step may draw behind its last call
-                self._note_draws()
+                self._note_draws(getattr(inspect.unwrap(self.model.forward), "__code__", None))
         self._scopes.pop()
         self.closed(root, out)
         return Recording(

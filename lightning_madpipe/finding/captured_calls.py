@@ -116,6 +116,7 @@ class CapturedCalls(CapturedCall):
             return [(given, returned) for _, given, returned in calls]
 
         step.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
+        step.__wrapped__ = getattr(module, self._step)  # type: ignore[attr-defined]  # whose lines are told
         with ExitStack() as stack:
             for path in self._paths:
                 part = module.get_submodule(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import random
 from collections.abc import Callable
@@ -455,6 +456,23 @@ def test_numbers_that_a_model_draws_between_its_layers_are_refused(source: str):
     """What the capture drew held for ever: no block was ever left out again, in silence."""
     with pytest.raises(CaptureError, match=rf"draws between its layers, from {source} at .*test_models\.py:\d+"):
         layers_as_they_are(Skipping(DRAWS[source]), (torch.randn(3, 8),), {})
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.last(self.first(x))
+        return x * random.random()
+
+
+def test_a_number_drawn_behind_the_last_layer_is_told_with_its_own_line():
+    """The line was that of whoever ran the model, such as one of the Trainer's."""
+    lines, first = inspect.getsourcelines(Scaled.forward)
+    with pytest.raises(CaptureError, match=rf"test_models\.py:{first + len(lines) - 1}\b"):
+        layers_as_they_are(Scaled(), (torch.randn(3, 8),), {})
 
 
 @pytest.mark.parametrize("source", ["random", "numpy.random"])
