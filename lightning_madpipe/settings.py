@@ -86,7 +86,14 @@ def checked_settings(config: Mapping[str, Any], arguments: Mapping[str, Any], ze
     merged = {**pipeline.pop("madpipe", {}), **given}
     checked["pipeline"] = pipeline
     counts_steps = merged.get("warmup_steps") is not None
-    return Settings(checked, Options.from_mapping(merged), counts_steps)
+    options = Options.from_mapping(merged)
+    if options.shard_weights:
+        raise ValueError(
+            "shard_weights leaves each rank some of the weights of its stages, and a Trainer reads all of them, "
+            "for checkpoints and at the end: leave it out, or train under DeepSpeed "
+            "(deepspeed_partition.engine.initialize)"
+        )
+    return Settings(checked, options, counts_steps)
 
 
 def check_count(name: str, value: Any, *, least: int) -> None:

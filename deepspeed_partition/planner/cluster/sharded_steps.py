@@ -46,9 +46,11 @@ class Collectives:
     """Whether gathers and reductions of weights that are sharded run beside computation."""
     ring_slowdown: float = 1.0
     """How many times as long a message of a ring takes as one that travels alone."""
+    call_seconds: float = 0.0
+    """Seconds of the host for each gather or reduction of a layer, where computation waits for it."""
 
 
-NCCL, GLOO = Collectives(), Collectives(reduce_passes=2, overlaps=False, ring_slowdown=1.07)
+NCCL, GLOO = Collectives(), Collectives(reduce_passes=2, overlaps=False, ring_slowdown=1.07, call_seconds=0.004)
 BACKENDS = {"nccl": NCCL, "gloo": GLOO}
 
 
@@ -100,7 +102,8 @@ def sharded_step(
     rounds = [collectives.ring_slowdown * _pass_seconds(platform, size) for size in sizes]
     reduce = collectives.reduce_passes
     if zero_stage == 3 and not collectives.overlaps:
-        seconds = count * (sum(forward) + sum(backward) + (2 + reduce) * sum(rounds))
+        calls = 3 * len(rounds) * collectives.call_seconds if platform.num_devices > 1 else 0.0
+        seconds = count * (sum(forward) + sum(backward) + (2 + reduce) * sum(rounds) + calls)
     elif zero_stage == 3:
         seconds = _gathered(forward, backward, rounds, count, reduce)
     else:

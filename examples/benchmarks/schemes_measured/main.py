@@ -1,6 +1,6 @@
 """Is the scheme that is predicted to be fastest really the fastest, and how far off are the predicted times?
 
-    python examples/benchmarks/schemes_measured/main.py [--rounds 3] [--cases "light weights"] [--save]
+    python examples/benchmarks/schemes_measured/main.py [--cases "light weights"] [--save]
     python examples/benchmarks/schemes_measured/main.py --report
 
 Four hosts in network namespaces with shaped links (``real_links/hosts.py``; Linux, as root). Three chains
@@ -28,7 +28,7 @@ from deepspeed_partition.planner.io.files import write_json
 SAVED = HERE / "results" / "4_hosts_202611.json"
 
 
-def measure(megabits: float, rounds: int, cases: list[str]) -> dict[str, Any]:
+def measure(megabits: float, cases: list[str]) -> dict[str, Any]:
     """Return what a job on four hosts measured.
 
     Raises:
@@ -36,7 +36,7 @@ def measure(megabits: float, rounds: int, cases: list[str]) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory(prefix="madpipe-schemes-") as folder:
         output = Path(folder) / "measured.json"
-        command = [str(HERE / "worker.py"), "--rounds", str(rounds), "--output", str(output), "--cases", *cases]
+        command = [str(HERE / "worker.py"), "--output", str(output), "--cases", *cases]
         run_on_hosts(command, megabits * 1e6)
         return {"megabits_per_second": megabits, **json.loads(output.read_text())}
 
@@ -81,7 +81,6 @@ def report(jobs: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Read the arguments and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cases", nargs="*", default=[case.name for case in CASES])
     parser.add_argument("--save", action="store_true", help="save what was measured in results/")
     parser.add_argument("--report", action="store_true", help="print what is saved")
@@ -94,12 +93,15 @@ def main() -> None:
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what a tensor had goes back to the kernel, which is asked
     cases = [case for case in CASES if case.name in arguments.cases]
     jobs = [
-        measure(megabits, arguments.rounds, [case.name for case in cases if case.megabits == megabits])
+        measure(megabits, [case.name for case in cases if case.megabits == megabits])
         for megabits in dict.fromkeys(case.megabits for case in cases)
     ]
     print(report(jobs))
     if arguments.save:
-        write_json(SAVED, {"jobs": jobs})
+        before = json.loads(SAVED.read_text())["jobs"] if SAVED.exists() else []
+        rates = [job["megabits_per_second"] for job in jobs]
+        kept = [job for job in before if job["megabits_per_second"] not in rates]
+        write_json(SAVED, {"jobs": [*kept, *jobs]})
         print(f"saved {SAVED}")
 
 

@@ -24,7 +24,7 @@ from deepspeed_partition import Platform
 from deepspeed_partition.planner.cluster.scheme_choice import SchemeChoice, rank_schemes
 from deepspeed_partition.planner.cluster.sharded_steps import GLOO
 from deepspeed_partition.planner.io.files import write_json
-from deepspeed_partition.profiling import measure_links
+from deepspeed_partition.profiling import measure_links, measure_operations
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 from chains import CASES, MICRO_BATCHES, Case
@@ -39,20 +39,18 @@ Step = Callable[[], object]
 def main() -> None:
     """Measure, and let the first rank write what was measured."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--cases", nargs="*", required=True)
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
-    link = measure_links()
+    # As a run of ours measures them.
+    link = asdict(measure_links()) | asdict(measure_operations())
     data = {
         "environment": environment(),
-        "link": asdict(link),
-        "collectives": collectives(platform_of(asdict(link))),
-        "cases": [
-            measured(case, asdict(link), arguments.rounds) for case in CASES if case.name in arguments.cases
-        ],
+        "link": link,
+        "collectives": collectives(platform_of(link)),
+        "cases": [measured(case, link) for case in CASES if case.name in arguments.cases],
     }
     if dist.get_rank() == 0:
         write_json(arguments.output, data)
@@ -61,7 +59,7 @@ def main() -> None:
 
 
 def platform_of(link: dict[str, Any], memory_bytes: int = 10**12, **others: Any) -> Platform:
-    """Return the platform with the links as they were measured."""
+    """Return the platform with the links, and the costs of operations, as they were measured."""
     return Platform(num_devices=dist.get_world_size(), memory_bytes=memory_bytes, **link, **others)
 
 
@@ -106,7 +104,7 @@ def seconds_of(run: Step) -> float:
     return float(lasted)
 
 
-def measured(case: Case, link: dict[str, Any], rounds: int) -> dict[str, Any]:
+def measured(case: Case, link: dict[str, Any]) -> dict[str, Any]:
     """Return the schemes of a case: seconds of a step and memory, as predicted and as measured."""
     platform = platform_of(link, case.memory_bytes, weight_copies=case.weight_copies, fixed_bytes=case.fixed_bytes)
     ranking: list[Any] = [None]
@@ -121,7 +119,7 @@ def measured(case: Case, link: dict[str, Any], rounds: int) -> dict[str, Any]:
     for name, make in (("DDP", ddp), ("ZeRO-3", fsdp), ("MadPipe 1 x 4", pipeline)):
         choice = choices[name]
         step, destroy, memory = built(make, case, choice)
-        seconds = [seconds_of(step) for _ in range(rounds + 1)][1:]
+        seconds = [seconds_of(step) for _ in range(case.rounds + 1)][1:]
         rows.append(
             {
                 "scheme": name, "predicted_seconds": choice.step_seconds, "seconds": statistics.median(seconds),
