@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import lightning_madpipe
 from deepspeed_partition import Chain, LayerProfile, Plan
@@ -167,33 +167,36 @@ def by_configuration(config: dict[str, Any], num_steps: int) -> list[float]:
 
 def by_lightning(path: Path, data: dict[str, Any], num_steps: int) -> list[float]:
     """Train under Lightning: our strategy with the plan, or what the configuration says."""
-    config = data.get("madpipe", {})
+    config, rank, size = data.get("madpipe", {}), dist.get_rank(), dist.get_world_size()
     if config:
         trainer = dict(config["lightning"])
-        count = trainer["accumulate_grad_batches"] * trainer["devices"]
+        parts, batch_size = trainer["accumulate_grad_batches"], MICRO_BATCH
+        count = parts * size
     else:
         plan = Plan.load(path)
         assert plan.num_micro_batches is not None
-        count = plan.num_micro_batches * (plan.data_parallel or 1)
-        trainer = {
-            "strategy": lightning_madpipe.MadPipeStrategy(
-                num_stages=plan.platform.num_devices, num_micro_batches=plan.num_micro_batches, plan=path
-            ),
-            "devices": dist.get_world_size(),
-        }
-    module = Module(recomputes=bool(config.get("activation_checkpointing")))
-    batch_size = (
-        MICRO_BATCH if config else MICRO_BATCH * count * plan.platform.num_devices // dist.get_world_size()
-    )
+        strategy = lightning_madpipe.MadPipeStrategy(
+            num_stages=plan.platform.num_devices, num_micro_batches=plan.num_micro_batches, plan=path
+        )
+        trainer = {"strategy": strategy, "devices": size}
+        size //= plan.platform.num_devices  # pipelines, of which each has data of its own
+        parts, batch_size = 1, MICRO_BATCH * plan.num_micro_batches
+        count, rank = plan.num_micro_batches * size, rank % size
+    batches = Batches(count, num_steps)
+    # Lightning's own sampler would shuffle.
+    sampler = DistributedSampler(batches, num_replicas=size, rank=rank, shuffle=False)
     losses = Losses()
-    loader = DataLoader(Batches(count, num_steps), batch_size=batch_size)
     pl.Trainer(
         accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[losses], **trainer,
-    ).fit(module, loader)  # fmt: skip
-    means = torch.tensor(losses.found).view(num_steps, -1).mean(1)
-    dist.all_reduce(means)
-    return (means / dist.get_world_size()).tolist()
+        enable_model_summary=False, use_distributed_sampler=False, callbacks=[losses], **trainer,
+    ).fit(
+        Module(recomputes=bool(config.get("activation_checkpointing"))),
+        DataLoader(batches, batch_size=batch_size, sampler=sampler),
+    )  # fmt: skip
+    # Lightning divides the loss of a batch by those that one step accumulates.
+    sums = torch.tensor(losses.found).view(num_steps, parts).sum(1)
+    dist.all_reduce(sums)
+    return (sums / dist.get_world_size()).tolist()
 
 
 def main() -> None:
