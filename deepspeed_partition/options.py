@@ -14,6 +14,10 @@ from deepspeed_partition.planner.weight_versions import FLUSH
 from deepspeed_partition.planner.weight_versions import checked_mode as checked_weight_versions
 
 PATIENCE_SECONDS = 20.0
+WHEN_SLOW = "when_slow"
+REPLAN = ("never", WHEN_SLOW)
+FOR_UNLIKE_DEVICES = ("madpipe", "contiguous")
+"""Algorithms that plan for devices of different speed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +75,9 @@ class Options:
     """True: of the stages of a device each of several pipelines stores its share: weights, gradients and states of
     the optimizer. The other ones are fetched ahead of use and dropped (FSLPP). With a plan that is given, in fp32,
     without ZeRO, on CPUs."""
+    replan: str = "never"
+    """``"when_slow"``: where a rank becomes slow, by another job on its device or by heat, the plan is made again
+    for the speeds that ranks have then, and layers move. It is made from the layers that this run has measured."""
     time_limit_seconds: float | None = None
     patience_seconds: float | None = PATIENCE_SECONDS
     """Seconds without progress after which the log says which rank waits for which. 0 or None: it does not."""
@@ -117,6 +124,24 @@ class Options:
                 check(getattr(self, key))
             except ValueError as error:
                 raise ValueError(f"madpipe option {key!r}: {error}") from None
+        if self.replan not in REPLAN:
+            known = " or ".join(map(repr, REPLAN))
+            raise ValueError(f"madpipe option 'replan' is {shown(self.replan)}: it is {known}")
+        if self.replan == WHEN_SLOW and self.plan is not None:
+            raise ValueError(
+                "madpipe option 'replan' needs layers that this run has measured, and with the option 'plan' it "
+                "measures none: leave one of the two out"
+            )
+        if self.replan == WHEN_SLOW and self.weight_versions != FLUSH:
+            raise ValueError(
+                "madpipe option 'replan' is for plans that drain, and weight_versions is "
+                f"{self.weight_versions!r}: leave one of the two out"
+            )
+        if self.replan == WHEN_SLOW and self.algorithm not in FOR_UNLIKE_DEVICES:
+            raise ValueError(
+                "madpipe option 'replan' is for the algorithms madpipe and contiguous, and "
+                f"{shown(self.algorithm)} knows no slow devices: leave one of the two out"
+            )
         if isinstance(self.algorithm, list | tuple):
             if not all(isinstance(each, int) and not isinstance(each, bool) for each in self.algorithm):
                 raise ValueError(f"madpipe option 'algorithm' is {shown(self.algorithm)}: boundaries are integers")

@@ -46,9 +46,10 @@ def tensors_that_stay(optimizer: torch.optim.Optimizer, module: torch.nn.Module)
 
 def print_report(plan: Plan, ranks: list[Measured]) -> None:
     """Print the promises of the plan beside what the run did. ``ranks`` in the order of the plan's devices."""
-    table = Table(title="planned against measured")
-    for name in ("", "planned", "measured", "measured / planned"):
-        table.add_column(name, justify="left" if not name else "right")
+    title = "planned against measured"
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in (title, "planned", "measured", "measured / planned"):
+        table.add_column(name, justify="left" if name == title else "right")
     planned = plan.step_seconds or 0.0
     step = max(rank.median_seconds for rank in ranks)
     table.add_row("step (measured with the optimizer)", format_seconds(planned),

@@ -14,6 +14,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+from deepspeed_partition.quiet import leave_out_useless_lines
 from deepspeed_partition.versions import HostError, check_versions, require
 
 __all__ = ["MadPipeStrategy", "TiedModule", "consolidate", "strategy_class"]
@@ -69,9 +70,11 @@ def _build(namespace: str, **arguments: Any) -> Any:
 
 
 def _register() -> None:
+    leave_out_useless_lines()
     require("lightning_madpipe", "lightning", "torch", "deepspeed")  # whose pipeline engine runs the plans
     check_versions("pytorch-lightning", "lightning")
     from lightning_madpipe.checkpoint.reading import read_folders  # torch
+    from lightning_madpipe.compat.namespace import show_notes_as_lines
 
     for namespace in _INSTALLED:
         try:
@@ -84,6 +87,7 @@ def _register() -> None:
                 f"torch ({error}): install the torchvision of this torch, or uninstall it"
             ) from error
         read_folders(namespace)
+        show_notes_as_lines()
         strategies.StrategyRegistry.register(
             "madpipe",
             partial(_build, namespace),

@@ -62,6 +62,7 @@ from lightning_madpipe.preflight import (
     refuse_programs_without_file,
     refuse_what_cannot_run,
 )
+from lightning_madpipe.progress import LoggedFigures, Phase
 from lightning_madpipe.settings import check_count, checked_settings, read_config, resolved_num_stages
 from lightning_madpipe.spread_model import SpreadModel, in_reach
 from lightning_madpipe.steps.hooks_that_collect import collected_by_hooks
@@ -126,6 +127,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             Otherwise it never drains, and micro-batches use older versions of the weights: ``"stashing"``, the
             newest that their stage has when they come; ``"2bw"``, those before the last step; ``"vertical-sync"``,
             on all stages what the first one used. None: ``"flush"``.
+        replan: ``"when_slow"``: where a rank becomes slow, by another job on its device or by heat, the plan is
+            made again for the speeds that ranks have then, and layers move; left out, ``"never"``.
         time_limit_seconds: For planning.
         save_timeline: Where it is written when each operation of the first steps ran.
         checkpoint_checksums: Whether a checkpoint gets a checksum of each file, and whether those are verified
@@ -190,6 +193,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         recompute: str | None = None,
         split_backward: bool | None = None,
         weight_versions: str | None = None,
+        replan: Literal["never", "when_slow"] | None = None,
         time_limit_seconds: float | None = None,
         save_timeline: str | Path | None = None,
         checkpoint_checksums: bool | None = None,
@@ -245,6 +249,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             "recompute": recompute,
             "split_backward": split_backward,
             "weight_versions": weight_versions,
+            "replan": replan,
             "time_limit_seconds": time_limit_seconds,
             "save_timeline": None if save_timeline is None else str(save_timeline),
             "checkpoint_checksums": checkpoint_checksums,
@@ -263,6 +268,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         self.warmup_epochs = 0 if warmup_epochs == 1 and counts_steps else warmup_epochs
         self.whole_model = whole_model
         self._warm_up: WarmUpOfFit | None = None
+        self._phase: Phase | None = None
+        self._figures: LoggedFigures | None = None
         self._let_metrics_go: Callable[[], None] = lambda: None
         self._hook_watch: HookWatch | None = None
         self._optimizer_hooks: OptimizerHooks | None = None
@@ -465,6 +472,9 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
                     leaves_loop=self._leave_loop,
                 )
             self._watch_optimizer()
+            self._phase = Phase(trainer)
+            self.deepspeed_engine.tell_phase = self._phase.tell
+            self._figures = LoggedFigures(trainer, self.deepspeed_engine)
         self._start_runner(trainer)
         end_together_on_sigterm(trainer, self.deepspeed_engine, self.launcher)
         self.barrier()
@@ -525,6 +535,9 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
 
     def teardown(self) -> None:
         """End a run, and put the whole model where ``whole_model`` says."""
+        if self._phase is not None:
+            self._phase.end()
+        self._phase = self._figures = None
         if self._engine is not None and pipeline_of(self.lightning_module) is not None:
             self._let_metrics_go()
             self._stop_watching_hooks()
@@ -656,7 +669,10 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         self._refuse_step_that_was_left_out()
         with nullcontext() if self._hook_watch is None else self._hook_watch.step():
             trained = self._batches.train(batch, arguments)
-        if not (self._is_asked_to_step or trainer.fit_loop._should_accumulate()):
+        is_step = not trainer.fit_loop._should_accumulate()
+        if is_step and self._figures is not None:
+            self._figures.after_step()
+        if is_step and not self._is_asked_to_step:
             self._left_out_in = number
         return trained
 

@@ -26,7 +26,8 @@ ROOMS = [
     f"{PLANNER}.planning", f"{PLANNER}.buffers",
     f"{PLANNER}.operation_costs", f"{PLANNER}.remedies",
     f"{PLANNER}.replication",
-    f"{PLANNER}.cluster", f"{PLANNER}.report", "deepspeed_partition.schedule", "deepspeed_partition.versions",
+    f"{PLANNER}.cluster", f"{PLANNER}.report", "deepspeed_partition.schedule", "deepspeed_partition.quiet",
+    "deepspeed_partition.versions",
     "deepspeed_partition.layer_calls", "deepspeed_partition", "deepspeed_partition.options",
     "deepspeed_partition.generators", "deepspeed_partition.code_names", "deepspeed_partition.capture",
     "deepspeed_partition.profiling",
@@ -39,7 +40,8 @@ ROOMS = [
     f"{LIGHTNING}.finding", f"{LIGHTNING}.module",
     f"{LIGHTNING}.compat", f"{LIGHTNING}.steps", f"{LIGHTNING}.checkpoint", f"{LIGHTNING}.groups",
     f"{LIGHTNING}.captured_layers", f"{LIGHTNING}.planning", f"{LIGHTNING}.spread_model",
-    f"{LIGHTNING}.preflight", f"{LIGHTNING}.forked_ranks", f"{LIGHTNING}.strategy", LIGHTNING,
+    f"{LIGHTNING}.preflight", f"{LIGHTNING}.forked_ranks", f"{LIGHTNING}.progress", f"{LIGHTNING}.strategy",
+    LIGHTNING,
 ]  # fmt: skip
 """In the order in which they may be imported; a module belongs to the longest name that it begins with."""
 WITHOUT_TORCH = ("deepspeed_partition.planner", "deepspeed_partition.schedule", "deepspeed_partition.options")

@@ -14,6 +14,8 @@ from tests.public_surface import surface
 BEFORE = Path(__file__).with_name("public_surface.json")
 """What there was before training could no longer differ in silence, and before the modules got their folders."""
 ADDED = {
+    "MadPipeStrategy/replan",
+    "options/replan",
     "commands/schemes/--bandwidth",
     "commands/schemes/--copy-bandwidth",
     "commands/schemes/--devices",

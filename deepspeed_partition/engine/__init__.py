@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from deepspeed_partition.quiet import leave_out_useless_lines
 from deepspeed_partition.versions import require
 
 # Before the imports that fail where one is missing, and could fail with an older one.
 require("the DeepSpeed engine of MadPipe", "deepspeed", "torch", "deepspeed")
+
+leave_out_useless_lines()  # before DeepSpeed is imported
 
 from deepspeed_partition.engine.runtime.accelerator import prepare_cuda
 

@@ -6,6 +6,7 @@ import functools
 import inspect
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -57,15 +58,17 @@ from deepspeed_partition.engine.runtime.first_failure import is_raised_by_all
 from deepspeed_partition.engine.runtime.interruption import say_interruptions_in_one_line
 from deepspeed_partition.engine.runtime.planned_peak import MICRO_BATCHES, OPTIMIZER, REDUCTION, PlannedPeak
 from deepspeed_partition.engine.runtime.recorded_timeline import Recorder
+from deepspeed_partition.engine.runtime.step_watch import StepWatch
 from deepspeed_partition.engine.runtime.transfers import refuse_blocking_waits
 from deepspeed_partition.engine.runtime.watch import watch
 from deepspeed_partition.engine.warmup.losses_of_batches import take_losses_of_batches
 from deepspeed_partition.engine.warmup.pending_plan import PendingPlan
 from deepspeed_partition.engine.warmup.planned_by import given_up_if_planned_otherwise, planned_by
-from deepspeed_partition.options import Options
+from deepspeed_partition.options import WHEN_SLOW, Options
 from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import Chain
+from deepspeed_partition.planner.report.step_figures import StepFigures
 from deepspeed_partition.planner.units import counted
 from deepspeed_partition.planner.weight_versions import FLUSH, TWO_VERSIONS
 from deepspeed_partition.schedule.endless import lower_endless
@@ -79,6 +82,8 @@ CLIPS_BY_OWN = (
     "weight_versions {mode!r} clips by the norm of each rank's own gradients, for that of all would let stages "
     "wait for one another: training then depends on the cut; '2bw' clips by the norm of all"
 )
+MONITORED_STEPS = 10
+"""Steps between two writings of figures to DeepSpeed's monitor, where ``steps_per_print`` says nothing."""
 
 
 class MadPipeEngine(ResumingEngine):
@@ -114,6 +119,9 @@ class MadPipeEngine(ResumingEngine):
     """Whether the engine says what hooks of the optimizer's step see; a host may do so itself."""
     around_measurements: Callable[[], AbstractContextManager[object]] = nullcontext
     """Context that every rank enters while the layers and the loss function run to be measured."""
+    tell_phase: Callable[[str], object] = staticmethod(lambda phase: None)
+    """Function called on every rank when ``"warm-up"`` and ``"planning"`` begin, and with ``""`` when layers are
+    where they were planned."""
     folder_of_logs: str | None = None
     """The folder where the plan is saved if ``save_plan`` names no place. None: the folder of DeepSpeed's
     monitors, if one writes files."""
@@ -152,6 +160,9 @@ class MadPipeEngine(ResumingEngine):
         self._announce_schedule()
         if self.options.save_timeline is not None:
             self._record_into(self.options.save_timeline)
+        self._writes_figures = bool(self._config.monitor_config.enabled)
+        if self._writes_figures or self.options.replan == WHEN_SLOW:
+            self.watch_steps()
         self._let_shapes_differ()
         tell_how_gradients_are_clipped(self)
         refuse_what_needs_all(self)
@@ -341,7 +352,9 @@ class MadPipeEngine(ResumingEngine):
             return
         if self.runs_lists:
             refuse_blocking_waits(self.device)
-            announce("MadPipe's own lists of instructions run here, with transfers beside computation")
+            announce(
+                "MadPipe's own lists of instructions run here, with transfers beside computation", logging.DEBUG
+            )
             for message in (accelerator.prepare_cuda(), accelerator.why_streams_may_wait()):
                 if message is not None:
                     announce(message, logging.WARNING)
@@ -440,7 +453,66 @@ class MadPipeEngine(ResumingEngine):
                 on instead at the trial cut.
             RuntimeError: before the first step, a layer or a schedule that could not move; see :meth:`recut`.
         """
-        return self._pending.train(self._train_batch, data_iter)
+        if self.step_watch is not None and self.step_watch.some_rank_is_slow and torch.is_grad_enabled():
+            self._plan_again()
+        loss = self._pending.train(self._train_batch, data_iter)
+        if self._writes_figures and self.step_watch is not None:
+            self._write_figures()
+        return loss
+
+    # What somebody asks to know of steps
+
+    def watch_steps(self) -> None:
+        """Time the steps from now on, for :meth:`figures_of_steps`, and look for ranks that become slow.
+
+        To be called on every rank. Where DeepSpeed's own schedule runs, or the pipeline never drains, it does
+        nothing, which rank 0 says.
+        """
+        if self.step_watch is not None:
+            return
+        never_drains = self.options.weight_versions != FLUSH
+        if not self.runs_lists or never_drains:
+            runs = "a pipeline that never drains" if never_drains else "DeepSpeed's own schedule"
+            announce(f"{runs} runs here: its steps are not timed, for loggers or for replan")
+            return
+        self._planned_peak.is_wanted = True
+        self.step_watch = StepWatch(self, lambda: self._planned_peak.peak_bytes)
+
+    def figures_of_steps(self) -> StepFigures | None:
+        """What the steps since the last call took: per stage, link and rank, beside the plan. Collective.
+
+        Returns:
+            None before :meth:`watch_steps`, and where no step has ended.
+        """
+        return None if self.step_watch is None else self.step_watch.figures()
+
+    def _write_figures(self) -> None:
+        """Let DeepSpeed's monitor have the figures, as often as DeepSpeed prints."""
+        every = self.steps_per_print() or MONITORED_STEPS
+        if self.global_steps % (every if every < sys.maxsize else MONITORED_STEPS):
+            return
+        figures = self.figures_of_steps()
+        if figures is not None and self.global_rank == 0:
+            self.monitor.write_events(
+                [(name, value, self.global_samples) for name, value in figures.named().items()]
+            )
+
+    def _plan_again(self) -> None:
+        """Make the plan for the speeds that the ranks have now, where the user asks for it. Collective."""
+        steps = self.step_watch
+        assert steps is not None
+        if self.options.replan != WHEN_SLOW:
+            return
+        from deepspeed_partition.engine.warmup.replanning import plan_for_speeds
+
+        factors = steps.planned_and_measured()
+        if factors is not None:  # else one of the next steps knows more
+            steps.some_rank_is_slow = False
+            self.tell_phase("planning")
+            try:
+                plan_for_speeds(self, factors)
+            finally:
+                self.tell_phase("")
 
     # Training without a drain between batches
 

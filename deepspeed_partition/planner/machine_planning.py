@@ -165,9 +165,7 @@ def _as_it_is(problem: Problem, algorithm: str, slow: Plan) -> list[Plan]:
     times = placed_times(problem, cuts, devices)
     step = None
     if problem.num_micro_batches is not None:
-        step = _in_given_order(problem, times, slow, cuts, devices, blocks)
-        if step is None:
-            return []
+        step = in_given_order(problem, times, slow, cuts, devices, blocks)
     if slow.is_contiguous:
         found = UnlikeDevices(problem).priced(cuts, devices)
         if found is not None and step is None:
@@ -177,10 +175,15 @@ def _as_it_is(problem: Problem, algorithm: str, slow: Plan) -> list[Plan]:
     return [] if plan is None else [plan]
 
 
-def _in_given_order(
+def in_given_order(
     problem: Problem, times: TimedChain, slow: Plan, cuts: Cuts, devices: Sequence[int], blocks: Sequence[Blocks]
-) -> StepPlan | None:
-    """Return the step in the orders of another plan of the same allocation."""
+) -> StepPlan:
+    """Return the step in the orders of another plan of the same allocation.
+
+    Args:
+        times: of the layers where they are (``placed_times``).
+        slow: the other plan. Where each device has one stage, its orders are those of the stages.
+    """
     assert slow.step is not None and problem.num_micro_batches is not None
     engine = _engine(problem, times, cuts, devices, blocks)
     position = {name: index for index, name in enumerate(engine.names)}

@@ -138,6 +138,7 @@ def measured_chain(
     micro_batch_size: int | None,
     device: torch.device,
     warn: Callable[[str], object],
+    least_share: float = 0.0,
 ) -> Chain:
     """Join the measurements of all layers, in their order, to the chain of a model.
 
@@ -146,6 +147,7 @@ def measured_chain(
         micro_batch_size: the number of its samples, where that is known.
         device: where the layers were measured.
         warn: called with a sentence for each reading that is hard to believe.
+        least_share: as for :func:`suspicious`.
     """
     chain = Chain(
         name=name,
@@ -154,7 +156,7 @@ def measured_chain(
         micro_batch_size=micro_batch_size,
         hardware=hardware_name(device),
     )
-    for sentence in suspicious(chain):
+    for sentence in suspicious(chain, least_share):
         warn(sentence)
     return chain
 

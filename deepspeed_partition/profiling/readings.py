@@ -5,12 +5,16 @@ from __future__ import annotations
 from deepspeed_partition.planner.problem import Chain
 
 
-def suspicious(chain: Chain) -> list[str]:
+def suspicious(chain: Chain, least_share: float = 0.0) -> list[str]:
     """Return a sentence for each reading of a measured chain that is hard to believe; none where all is well.
 
     Such readings are a forward of 0 seconds, a backward of 0 seconds of a layer that has trainable parameters,
     and a spread (interquartile range) above half the median. One sentence names the widest of all
     spreads.
+
+    Args:
+        least_share: part (0 to 1) of all seconds that those of wide spread make up at least, where that is said:
+            what hardly counts may be known badly.
     """
     sentences = []
     spreads: list[tuple[float, str, str, float, float]] = []
@@ -29,7 +33,7 @@ def suspicious(chain: Chain) -> list[str]:
         ):
             if spread is not None and spread > median / 2:
                 spreads.append((spread / median if median else 0.0, where, direction, median, spread))
-    if spreads:
+    if spreads and sum(each[3] for each in spreads) >= least_share * chain.compute_seconds:
         _, where, direction, median, spread = max(spreads)
         others = len(spreads) - 1
         also = f" (so do {others} more of {2 * len(chain.layers)} times)" if others else ""

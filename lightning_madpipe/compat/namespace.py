@@ -3,7 +3,27 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import Any
+
+NOTE = "madpipe: "
+"""The beginning of each warning of this package's Lightning part."""
+
+
+def show_notes_as_lines() -> None:
+    """Show warnings of this package like its other lines, without the place of its code that warns."""
+    shown = warnings.formatwarning
+    if getattr(shown, "shows_notes", False):
+        return
+
+    def format_warning(message: Any, *arguments: Any, **options: Any) -> str:
+        text = str(message)
+        return (
+            f"[madpipe] {text[len(NOTE) :]}\n" if text.startswith(NOTE) else shown(message, *arguments, **options)
+        )
+
+    format_warning.shows_notes = True  # type: ignore[attr-defined]
+    warnings.formatwarning = format_warning
 
 
 class Lightning:
@@ -41,4 +61,4 @@ class Lightning:
 
     def warn(self, note: str) -> None:
         """Warn of something on rank 0."""
-        self.module("utilities.rank_zero").rank_zero_warn(f"madpipe: {note}")
+        self.module("utilities.rank_zero").rank_zero_warn(f"{NOTE}{note}")

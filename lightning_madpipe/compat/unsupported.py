@@ -355,10 +355,11 @@ def notes_on_statistics(names: Sequence[str], sizes: Sequence[int]) -> Iterator[
         sizes: Of the micro-batches of a batch.
     """
     if names:
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         yield (
-            f"batch normalization: the statistics of {_all_of(names, 'layers ')} are those of {_piece_of(sizes)}, "
-            f"and the running ones change {len(sizes)} times per batch: {ANOTHER_TRAINING}; nn.GroupNorm or "
-            "nn.LayerNorm in their place; frozen statistics (.eval() on them)"
+            f"batch normalization ({names[0]}{others}) has the statistics of a micro-batch, {max(sizes)} of the "
+            f"{sum(sizes)} samples: another training than in one process. Ways out: num_micro_batches=1, "
+            "nn.GroupNorm, .eval()"
         )
 
 

@@ -22,11 +22,16 @@ from deepspeed_partition import Plan
 from deepspeed_partition.engine.runtime import environment
 from deepspeed_partition.engine.runtime.recorded_timeline import NUM_STEPS
 from deepspeed_partition.planner.report.timeline import MeasuredTimeline, TimedOperation
+from tests.engine import step_watch_cases
 from tests.engine.any_plan_multiproc import begin, plan_for
 from tests.engine.harness import run_cases
 from tests.engine.memory_cases import a_peak_above_the_plan_is_said_once, no_more_bytes_than_planned
 from tests.engine.pipelines import mlp
 from tests.engine.running import NUM_MICRO_BATCHES, batches, mine, raised, recomputes_on_a_cpu, start, train
+from tests.engine.step_watch_cases import (
+    a_monitor_gets_figures_and_who_has_none_pays_nothing,
+    a_slow_rank_is_told_and_layers_leave_it,
+)
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.002, 0.004
 MAPS = {
@@ -227,6 +232,10 @@ def a_profiler_sees_the_names_of_the_plan(folder: Path) -> None:
     assert all(f"{end}F0.{number}" in names for end in ends for number in range(NUM_MICRO_BATCHES)), names[:200]
 
 
+def figures_are_those_of_the_timeline(folder: Path) -> None:
+    step_watch_cases.figures_are_those_of_the_timeline(folder, sleeping())
+
+
 @contextmanager
 def said_by_hosts() -> Iterator[io.StringIO]:
     """What is printed meanwhile."""
@@ -244,6 +253,9 @@ CASES = [
     a_timeline_that_cannot_be_written,
     no_more_bytes_than_planned,
     a_peak_above_the_plan_is_said_once,
+    figures_are_those_of_the_timeline,
+    a_monitor_gets_figures_and_who_has_none_pays_nothing,
+    a_slow_rank_is_told_and_layers_leave_it,
 ]
 NAMES = [case.__name__ for case in CASES]
 

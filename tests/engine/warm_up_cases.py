@@ -175,7 +175,7 @@ def a_run_tells_what_it_does(folder: Path) -> None:
         story = [
             "MadPipe's own lists", "training begins at the cut [0, 4, 8], with a warm-up of 2 steps",
             "the warm-up is over after step 2", "rank 0 plans", "mlp: 8 layers", kept,
-            "the layers are cut at [0, 2, 8] as planned (until now: [0, 4, 8]): measuring and planning took ",
+            "the layers are cut at [0, 2, 8] as planned (until now: [0, 4, 8])", "; measuring and planning took ",
         ]  # fmt: skip
         with heard() as sentences:
             engine, _, _ = start(mlp(), "madpipe", {**config, **planned(cut(), warmup_steps=2)})

@@ -9,6 +9,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from csv import DictReader
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -400,9 +401,23 @@ def loggers(host: cases.Host) -> dict[str, Any]:
     csv = CSVLogger(host.folder / "csv", version=0)
     board = TensorBoardLogger(str(host.folder / "board"), version=0)
     trainer = trained(host, seeded(Keeping), logger=[csv, board], validation=cases.loader(21, seed=3))
-    names = (Path(csv.log_dir) / "metrics.csv").read_text().splitlines()[0]
+    rows = list(DictReader((Path(csv.log_dir) / "metrics.csv").open()))
+    names = [name for name in rows[0] if not name.startswith("madpipe/")]
+    if host.pipelined and trainer.is_global_zero:
+        _check_figures(rows, trainer)
     parameters = (Path(board.log_dir) / "hparams.yaml").read_text()
-    return {**end(trainer), "names": sorted(names.split(",")), "parameters": parameters}
+    return {**end(trainer), "names": sorted(names), "parameters": parameters}
+
+
+def _check_figures(rows: list[dict[str, str]], trainer: Any) -> None:
+    """The logger has figures of each step, under the step's number: all that is no bubble is work of a stage."""
+    found = [row for row in rows if row["madpipe/step_seconds"]]
+    assert [int(row["step"]) for row in found] == list(range(trainer.global_step))
+    for row in found:
+        worked = sum(float(row[f"madpipe/stage_{stage}_seconds"]) for stage in (0, 1))
+        shares = worked / (2 * float(row["madpipe/step_seconds"])) + float(row["madpipe/bubble_share"])
+        assert worked > 0 and abs(shares - 1) < 1e-6
+        assert all(float(row[f"madpipe/link_{link}_waiting_seconds"]) >= 0 for link in ("0_to_1", "1_to_0"))
 
 
 def profilers(host: cases.Host) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from csv import DictReader
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -84,6 +85,10 @@ def kept(host: cases.Host) -> dict[str, Any]:
             path.mkdir(parents=True)
         said = told(lambda trainer=trainer: trainer.fit(cases.seeded(), cases.loader(54)))
         trainer.strategy.barrier()
+        if trainer.is_global_zero:
+            rows = list(DictReader((Path(trainer.log_dir) / "metrics.csv").open()))
+            planned = {row["madpipe/planned_step_seconds"] for row in rows} - {""}
+            assert [*map(float, planned)] == [trainer.strategy.plan.step_seconds], planned
         plan, whole = trainer.strategy.plan, path.is_file()
         records[name] = {
             "said": said,

@@ -7,9 +7,11 @@ numbers. The reference is the same function with a host of one process and no st
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytorch_lightning as pl
 import torch
@@ -458,10 +460,25 @@ def replicated_clipped(host: Host) -> dict[str, Any]:
 
 
 def progress_bar(host: Host) -> dict[str, Any]:
-    bar = TQDMProgressBar()
-    record = fit(host, Classifier, loader(32), callbacks=[bar], enable_progress_bar=True, max_epochs=1)
-    postfix = bar.train_progress_bar.postfix if bar.is_enabled else ""
-    return {**record, "postfix": postfix}
+    bar, phases = TQDMProgressBar(), []
+
+    def shown() -> str:
+        return bar.train_progress_bar.postfix or "" if bar.is_enabled else ""
+
+    def tell(phase: Any, name: str) -> None:
+        told(phase, name)
+        phases.append([name, shown()])
+
+    with ExitStack() as watched:
+        if host.pipelined:
+            from lightning_madpipe.progress import Phase
+
+            told = Phase.tell
+            watched.enter_context(patch.object(Phase, "tell", tell))
+        options = {"enable_progress_bar": True, "max_epochs": 1, "strategy": {"warmup_steps": 1}}
+        record = fit(host, Classifier, loader(32), callbacks=[bar], **options)
+    own = {"phases": phases} if host.pipelined else {}
+    return {**record, **own, "postfix": shown()}
 
 
 # What the other files of cases are made of

@@ -81,7 +81,7 @@ def test_batch_normalization_and_hooks_are_told_once(two: Records) -> None:
     assert "self.net.0" in about_hooks and "once per micro-batch" in about_hooks
     assert "self.net.2" in about_hooks and "the gradient that they are given is that of a micro" in about_hooks
     assert "gradient hooks (self.net.0.weight)" in about_gradients
-    assert "self.net.1 (BatchNorm1d) are those of a micro-batch, 4 of the 16 samples" in about_statistics
+    assert "(self.net.1 (BatchNorm1d)) has the statistics of a micro-batch, 4 of the 16" in about_statistics
     assert "net.3" not in about_statistics and "num_micro_batches" in about_statistics
     assert others["batch normalization"] == [] and len(said["one micro-batch"]) == 2
 

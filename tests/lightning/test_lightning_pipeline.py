@@ -143,7 +143,7 @@ def test_a_fit_says_when_it_plans(two: Records, run: str, sentence: str | None, 
     else:
         assert len(of_warm_ups) == len(one_by_one) == 1, said
     moved = [each for each in said if "as planned (until now: [0, 3, 8])" in each]
-    assert len(moved) == has_plan and all("moved in" in each for each in moved), said
+    assert len(moved) == has_plan == sum("layers moved in" in each for each in said), said
 
 
 def test_the_plan_is_kept_beside_the_logs(two: Records) -> None:
@@ -270,6 +270,10 @@ def test_the_progress_bar_shows_the_loss(two: Records) -> None:
     loss = two.reference["progress_bar"]["metrics"]["train_loss_step"]
     assert f"train_loss_step={loss:.3f}"[:-1] in two.ranks[0]["progress_bar"]["postfix"]
     assert two.ranks[1]["progress_bar"]["postfix"] == ""
+    phases = two.ranks[0]["progress_bar"]["phases"]
+    assert [name for name, _ in phases] == ["warm-up", "planning", ""]
+    assert ["madpipe=warm-up" in phases[0][1], "madpipe=planning" in phases[1][1]] == [True, True]
+    assert "madpipe" not in phases[2][1] + two.ranks[0]["progress_bar"]["postfix"]
 
 
 def test_both_ends_of_a_pipeline_draw_alike(two: Records) -> None:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from deepspeed_partition.engine.pipeline.plan_engine import AnyPlanEngine
 
 OUT_OF_MEMORY = (torch.cuda.OutOfMemoryError, MemoryError)
-FAILED, ASKED, NUM_FLAGS = 1, 2, 2
-"""What a rank says at the end of a batch, in bits: it has failed; it wants to stop."""
+FAILED, ASKED, FOUND, NUM_FLAGS = 1, 2, 4, 3
+"""What a rank says at the end of a batch, in bits: it has failed; it wants to stop; it has become slow."""
 NOTHING: Boundary = ()
 """What stands in the place of a tensor whose shape is not known."""
 
@@ -141,10 +141,14 @@ class Batch:
             Exception: what some rank met first, on every rank.
         """
         engine = self._engine
+        steps = engine.step_watch
         flags = FAILED * (not self._computes) | ASKED * bool(engine.wants_to_stop())
+        flags |= FOUND * (steps is not None and steps.has_found)
         [said] = any_bits([flags | told << NUM_FLAGS])
         if said & ASKED:
             engine.when_asked_to_stop()
+        if said & FOUND and steps is not None:
+            steps.hear()
         if not said & FAILED:
             return said >> NUM_FLAGS
         failures = [each for each in gather_objects(self._failure and self._portable(self._failure)) if each]

@@ -66,6 +66,7 @@ from deepspeed_partition.engine.runtime.collectives import gather_objects, own_g
 from deepspeed_partition.engine.runtime.environment import announce, warn_once
 from deepspeed_partition.engine.runtime.first_failure import is_raised_by_all, raised_by_all
 from deepspeed_partition.engine.runtime.recorded_timeline import Recorder
+from deepspeed_partition.engine.runtime.step_watch import StepWatch
 from deepspeed_partition.engine.runtime.transfers import Transfers
 from deepspeed_partition.engine.runtime.watch import watch
 from deepspeed_partition.profiling.backward_halves import CAN_SPLIT, Halves
@@ -133,6 +134,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
     """What this rank stores and fetches, where pipelines share out the weights of their stages."""
     _numbers_per_batch = 0
     """Micro-batches of a batch, while numbers go on from one batch to the next; 0: each batch begins at 0."""
+    step_watch: StepWatch | None = None
+    """What times the steps, where somebody has asked to know of them."""
     loss_cost: LossCost | None = None
     """What the loss of one batch costs, on the rank of the last stage, where it was tried."""
 
@@ -381,11 +384,15 @@ class AnyPlanEngine(AnyBoundaryEngine):
             with self._recorded() as execute:
                 if execute == self._execute and type(self)._execute is AnyPlanEngine._execute:
                     execute = self._batch.execute
-                runs = watch.runs
-                for instruction in program.lists[self.stage_id]:
+                instructions = program.lists[self.stage_id]
+                steps = self.step_watch if torch.is_grad_enabled() else None
+                runs = watch.runs if steps is None else steps.begin(instructions)
+                for instruction in instructions:
                     runs(instruction)
                     execute(instruction)
                 watch.runs(None)
+                if steps is not None:
+                    steps.end(program.num_micro_batches)
                 self._transfers.finish()
                 if self.sharded is not None:
                     self.sharded.finish()

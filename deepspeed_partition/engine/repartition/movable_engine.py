@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -112,7 +113,9 @@ class MovingEngine(AnyPlanEngine):
             else ": what a script made of its parameters before (a list, an average by name, a copy) does not "
             "follow; an attribute of a parameter does (p.average = p.detach().clone())"
         )
-        log_here(f"rank {self.global_rank} {' and '.join(changes)} (names stay){of_copies}")
+        # A host whose copies follow has told the user where parameters are.
+        level = logging.DEBUG if self.copies_follow else logging.INFO
+        log_here(f"rank {self.global_rank} {' and '.join(changes)} (names stay){of_copies}", level)
 
     def destroy(self) -> None:
         """End this engine, once: Python calls it again when it collects the object, whenever that is.

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 from typing import TextIO, cast
@@ -52,6 +52,29 @@ def without_lines_of_hosts() -> Iterator[None]:
         yield
 
 
+class BesideProgressBars(logging.Handler):
+    """Writes to standard error as it is when a line comes, above progress bars that are shown in the terminal.
+
+    rich puts something of its own in the place of standard error while it shows a bar, and tqdm can put its bars
+    aside; otherwise a line would begin behind a bar.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = self.format(record)
+            with self._bars_aside():
+                print(text, file=sys.stderr, flush=True)
+        except Exception:  # as logging's own handlers: a line that cannot be written ends no training
+            self.handleError(record)
+
+    @staticmethod
+    def _bars_aside() -> AbstractContextManager[object]:
+        tqdm = sys.modules.get("tqdm")
+        if tqdm is None or not hasattr(tqdm, "tqdm") or not sys.stderr.isatty():
+            return nullcontext()
+        return cast(AbstractContextManager[object], tqdm.tqdm.external_write_mode(file=sys.stderr))
+
+
 def announce(message: str, level: int = logging.INFO) -> None:
     """Log on rank 0 what the user asked to see.
 
@@ -84,7 +107,7 @@ def log_here(message: str, level: int = logging.INFO) -> None:
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
     if not logger.hasHandlers():
-        handler = logging.StreamHandler(sys.stderr)
+        handler = BesideProgressBars()
         handler.setFormatter(logging.Formatter("[madpipe] %(message)s"))
         logger.addHandler(handler)
     logger.log(level, message)

@@ -38,15 +38,19 @@ class PlannedPeak:
         """What returns the bytes in use now, and the peak; None between steps, and where nobody knows."""
         self._at_start = self._most_held = self._data_bytes = self._peak = 0
         self._unread = 0.0
+        self.is_wanted = False
+        """Whether peaks are read where nothing is to be said of them, too: somebody logs them."""
+        self._most_bytes: int | None = None
 
     @contextmanager
     def step(self, plan: Plan | None, rank_in_pipeline: int) -> Iterator[None]:
         """Watch a step of ``plan``; where its peak was said, or is not known, this does nothing."""
         if plan is not self._plan:
             self._plan, self._use = plan, None if plan is None else plan.memory[rank_in_pipeline]
+            self._most_bytes = None
             if plan is not None and self._device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self._device)  # once for each plan: what was before is not its
-        if self._use is None:
+        if self._use is None and not (self.is_wanted and self._device.type == "cpu"):
             yield
             return
         with _reader(self._device) as self._read:
@@ -56,6 +60,11 @@ class PlannedPeak:
                 yield
             finally:
                 self._read = None
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The peak of memory of the steps so far of the plan that runs, in bytes; None where nobody knows it."""
+        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else self._most_bytes
 
     @property
     def is_read(self) -> bool:
@@ -85,10 +94,11 @@ class PlannedPeak:
 
     def ended(self, part: str) -> None:
         """Say it if the step has needed more than planned until the end of this part of it, and was not said."""
-        if self._read is None or self._use is None:
+        if self._read is None:
             return
         peak, use = max(self._peak, self._read()[1]), self._use
-        if peak <= use.total * (1 + ALLOWED_SHARE) + ALLOWED_BYTES:
+        self._most_bytes = max(peak, self._most_bytes or 0)
+        if use is None or peak <= use.total * (1 + ALLOWED_SHARE) + ALLOWED_BYTES:
             return
         self._use = None
         term, planned, found = self._term(use, part, peak)

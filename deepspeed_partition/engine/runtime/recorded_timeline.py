@@ -82,9 +82,8 @@ class Recorder:
             found = timeline.compare(plan)
             planned = found.planned_step_seconds
             announce(
-                f"the timeline of the first {NUM_STEPS} steps is in {self._path}: a step took "
-                f"{format_seconds(found.measured_step_seconds)} without the optimizer"
-                + ("" if planned is None else f", planned were {format_seconds(planned)}")
+                f"{self._path}: {NUM_STEPS} steps of {format_seconds(found.measured_step_seconds)}"
+                + ("" if planned is None else f", planned {format_seconds(planned)}")
             )
 
 

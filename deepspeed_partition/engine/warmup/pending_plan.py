@@ -93,8 +93,15 @@ class PendingPlan:
             trained = None if self.warm_up is None else self.warm_up.train(step)
             if trained is not None:
                 return trained[0]
-            self._make()
+            self._plan_and_move()
         return step(data_iter)
+
+    def _plan_and_move(self) -> None:
+        self._engine.tell_phase("planning")
+        try:
+            self._make()
+        finally:
+            self._engine.tell_phase("")
 
     def _make(self) -> None:
         """Make the plan, and move the layers to it. Collective."""
@@ -114,7 +121,7 @@ class PendingPlan:
                 f"micro-batch, before training {'goes on' if engine.global_steps else 'begins'}"
             )
         elif not warm_up.ran_out_of_memory:
-            announce(f"the warm-up is over after step {engine.global_steps}")
+            announce(f"the warm-up is over after step {engine.global_steps}", logging.DEBUG)
         try:
             with engine.around_measurements():
                 plan, engine.chain = measure_and_plan(engine, None if warm_up is None else warm_up.measuring)
@@ -137,7 +144,11 @@ class PendingPlan:
         moved = f"{counted(num_moved, 'layer')} moved in {format_seconds(time.perf_counter() - planned)}"
         took = f"measuring and planning took {format_seconds(planned - started)}"
         where = f"the layers are cut at {allocation_in_words(allocation_of(engine.module))} as planned"
-        announce(f"{where} (until now: {before}): {took}, {moved}" if num_moved else f"{where}, as before: {took}")
+        if num_moved:
+            announce(f"{where} (until now: {before})", logging.DEBUG)
+            announce(f"{moved}; {took}")
+        else:
+            announce(f"{where}, as before: {took}")
 
     # Checkpoints
 

@@ -27,7 +27,9 @@ def save_plan(engine: MadPipeEngine, plan: Plan, chain: Chain) -> None:
     given = engine.options.save_plan
     folder = _folder_of_logs(engine)
     if given is None and folder is None:
-        announce("the plan is not saved, for this run writes no logs: the option save_plan names a place")
+        announce(
+            "the plan is not saved, for this run writes no logs: the option save_plan names a place", logging.DEBUG
+        )
         return
     path = Path(given) if given is not None else Path(folder or "") / NAME
     beside = path.with_suffix(".chain.json")

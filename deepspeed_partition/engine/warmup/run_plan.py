@@ -58,6 +58,10 @@ MIN_GAIN = 0.02
 """The share of a step that a plan must gain, once the run has made steps: for less no layer moves."""
 SAID_SHARE, SAID_BYTES = 0.001, 2**16
 """How much more than planned a rank may have held in the warm-up before a line says so."""
+NOTICED_SHARE = 0.01
+"""The share of a device's memory from which on it is more than a detail, and said without being asked."""
+BADLY_KNOWN_SHARE = 0.2
+"""The part of all layers' seconds from which on it is said that they were measured with a wide spread."""
 FASTEST = ("madpipe", "contiguous")
 """Algorithms that are asked for because they are fast; another one is asked for by name, whatever it takes."""
 BUFFERS = 2
@@ -121,7 +125,10 @@ def measure_and_plan(engine: MadPipeEngine, measuring: Measuring | None = None) 
             link = _measure_link(engine, uses)
             operations = _measure_operations(engine)
     limit = engine.options.time_limit_seconds or DEFAULT_TIME_LIMIT_SECONDS
-    announce(f"rank 0 plans, for {format_seconds(limit)} of its processor at the most, and the other ranks wait")
+    announce(
+        f"rank 0 plans, for {format_seconds(limit)} of its processor at the most, and the other ranks wait",
+        logging.DEBUG,
+    )
     return from_rank_0(lambda: _plan(engine, reports, uses, link, operations))
 
 
@@ -386,6 +393,7 @@ def _plan(
         micro_batch_size=reports[0].micro_batch_size,
         device=engine.device,
         warn=lambda sentence: announce(sentence, logging.WARNING),
+        least_share=BADLY_KNOWN_SHARE,
     )
     needs = [report.needs for report in reports if report.needs is not None]
     if needs and options.weight_copies is None:
@@ -429,6 +437,7 @@ def _plan(
         if engine.flushes is not None:  # a smaller micro-batch changes them, too
             raise
         raise with_remedies(error, make_plan, chain, platform, algorithm=options.algorithm, **how) from None
+    gain = ""
     idle = _idle_stage(chain, engine.module.parts)
     if engine.global_steps and options.algorithm in FASTEST and engine.runs_lists and idle is not None:
         announce(
@@ -436,9 +445,9 @@ def _plan(
             "layers were frozen meanwhile: the plan gives every rank some"
         )
     elif engine.global_steps and options.algorithm in FASTEST and engine.runs_lists:
-        plan = _unless_present_is_as_good(plan, lambda: make(plan.platform, engine.module.parts))
+        plan, gain = _unless_present_is_as_good(plan, lambda: make(plan.platform, engine.module.parts))
     plan = with_more_buffers(plan, chain) if engine.runs_lists else plan
-    announce(plan.headline())
+    announce(plan.headline() + gain)
     announce(plan.summary(), logging.DEBUG)
     if deadline.starved:
         announce(
@@ -490,25 +499,29 @@ def _idle_stage(chain: Chain, boundaries: Sequence[int]) -> int | None:
     return None
 
 
-def _unless_present_is_as_good(plan: Plan, make_present: Callable[[], Plan]) -> Plan:
-    """``plan``, or one for the cut that the run has, where layers would move for less than ``MIN_GAIN``."""
+def _unless_present_is_as_good(plan: Plan, make_present: Callable[[], Plan]) -> tuple[Plan, str]:
+    """``plan``, or one for the cut that the run has, where layers would move for less than ``MIN_GAIN``.
+
+    Returns:
+        The plan, and what to add to its headline.
+    """
     try:
         present = make_present()
     except InfeasibleError as error:
         announce(f"the present cut does not fit in memory, the plan does: {error}")
-        return plan
+        return plan, ""
     planned, now = (each.step_seconds or each.update_seconds for each in (plan, present))
     assert planned is not None and now is not None, "both are for a step, or for an update"
     gain = 1 - planned / now
     took = f"{format_seconds(now)} per step at the present cut {present.boundaries}"
     if gain >= MIN_GAIN:
-        announce(f"the plan takes {format_seconds(planned)} instead of {took}: {gain:.0%} less")
-        return plan
+        announce(f"the plan takes {format_seconds(planned)} instead of {took}: {gain:.0%} less", logging.DEBUG)
+        return plan, f"; {gain:.0%} less than now"
     announce(
         f"no layer moves: the best plan found would take {gain:.1%} less than {took}, and {MIN_GAIN:.0%} is "
         "the least that a move is made for"
     )
-    return present
+    return present, ""
 
 
 def _trial_run(
@@ -570,7 +583,8 @@ def _corrected(platform: Platform, run: TrialRun) -> Platform:
     if most > max(SAID_BYTES, SAID_SHARE * run.planned_peak_bytes[rank]):
         announce(
             f"rank {rank} held {format_bytes(most)} more than the planner counts, so that much is "
-            "added to what each device is planned to hold (fixed_bytes of the plan's platform)"
+            "added to what each device is planned to hold (fixed_bytes of the plan's platform)",
+            logging.INFO if most > NOTICED_SHARE * platform.memory_bytes else logging.DEBUG,
         )
     return replace(platform, fixed_bytes=platform.fixed_bytes + most)
 

@@ -128,11 +128,9 @@ class WarmUp:
 
     def _begin(self) -> None:
         self.has_begun = True
+        self._engine.tell_phase("warm-up")
         cut = self._engine.module.parts
-        announce(
-            f"training begins at the cut {cut}, with a warm-up of {self._length} that measures the layers; then "
-            "the plan is made, and layers move"
-        )
+        announce(f"training begins at the cut {cut}, with a warm-up of {self._length}")
         self._check_sizes()
 
     def _check_sizes(self) -> None:
