@@ -107,7 +107,7 @@ def test_layers_that_hooks_let_mix_samples_later_are_told(two: Records) -> None:
     said = two.ranks[0]["said_of_layers"]["changed later"]
     keeping, statistics, mixing, hooked = said
     assert "self.net.2.calls changes whenever the layer runs" in keeping
-    assert "self.net.1 (BatchNorm1d) are those of a micro-batch, 4 of the 16 samples" in statistics
+    assert "(self.net.1 (BatchNorm1d)) has the statistics of a micro-batch, 4 of the 16 samples" in statistics
     assert "what self.net.2 (MixingLater) gives for a sample depends on the others" in mixing
     assert "self.net.0" in hooked and "once per micro-batch" in hooked
     assert two.ranks[1]["said_of_layers"]["changed later"] == []
