@@ -556,10 +556,15 @@ class MadPipeEngine(ResumingEngine):
             assert self.plan is not None
             mode, clips = self.weight_versions, bool(self.gradient_clipping()) and self.num_stages > 1
             two_versions = mode == TWO_VERSIONS
-            program = lower_endless(
-                self.plan, self.micro_batches, two_versions=two_versions, puts_off=two_versions and clips,
-                runs_ahead=self.runs_ahead,
+            plan, number = self.plan, self.micro_batches
+            program = from_rank_0(  # which takes seconds for long pipelines
+                lambda: lower_endless(
+                    plan, number, two_versions=two_versions, puts_off=two_versions and clips,
+                    runs_ahead=self.runs_ahead,
+                )
             )  # fmt: skip
+            if self._recorder is not None:
+                announce("no timeline is saved: it is one of steps that drain, and this pipeline never does")
             if clips:
                 announce(CLIPS_BY_ALL if two_versions else CLIPS_BY_OWN.format(mode=mode))
             self._endless = EndlessTraining(self, mode, program, puts_off=two_versions and clips)

@@ -205,6 +205,26 @@ def rests_on_the_way(folder: Path) -> None:
         same_weights(again, resumed)
 
 
+def more_runs_ahead_than_a_batch(_: Path) -> None:
+    """Batches of one micro-batch: a rest gives whole batches up, with their updates and losses."""
+    data = [[item] for batch in batches(3) for item in batch]
+    make = OPTIMIZERS["momentum"]
+    for mode in ("stashing", "vertical-sync"):
+        plan = plan_for((0, 1), [0, 3, 8], mode, 1)
+        engine = begin(plan, make, {"gradient_accumulation_steps": 1})
+        items = mine(engine, data)
+        losses = [call(engine, items) for _ in range(5)]
+        assert engine._endless.program.ahead >= 1
+        engine.come_to_rest()
+        expected = alone(engine, make)
+        wanted = [expected.train(batch) for batch in data[:5]]
+        same_weights(engine, expected)
+        losses += [call(engine, items) for _ in data[5:]]
+        expected.rest()
+        same(losses, [*wanted, *(expected.train(batch) for batch in data[5:])])
+        same_weights(engine, expected)
+
+
 def forwards_and_backwards_use_the_same_weights(_: Path) -> None:
     """In all bits, whatever was updated in between; and no more versions are held than the plan says."""
     data = batches(8)
@@ -390,6 +410,7 @@ CASES = {
     2: [
         delayed_updates_equal_one_process,
         rests_on_the_way,
+        more_runs_ahead_than_a_batch,
         forwards_and_backwards_use_the_same_weights,
         schedules_and_clipping,
         weights_in_bf16_and_zero_1,

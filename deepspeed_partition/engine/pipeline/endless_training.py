@@ -45,6 +45,7 @@ from deepspeed_partition.engine.pipeline.held_weights import (
 from deepspeed_partition.engine.pipeline.meetings import UNLIMITED, Facts, Meeting, Meetings
 from deepspeed_partition.engine.pipeline.parts import all_that_moves, held_modules
 from deepspeed_partition.engine.runtime.collectives import gather_objects
+from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.engine.runtime.first_failure import in_words
 from deepspeed_partition.engine.runtime.watch import watch
 from deepspeed_partition.planner.weight_versions import TWO_VERSIONS
@@ -83,6 +84,8 @@ class EndlessTraining:
         self._devices = tuple(module.device_of_stage)
         self._last_stage = len(self._devices) - 1
         self._run: EndlessRun | None = None
+        self._num_alone = 0
+        """Number of runs of one batch, one after the other."""
         self._meetings: Meetings | None = None
         self._meeting: Meeting | None = None
         self.num_trained = 0
@@ -186,6 +189,8 @@ class EndlessTraining:
         self._of_batch: dict[int, tuple[list[dict[str, Any]], int, int]] = {}
         self._totals: dict[int, Any] = {}
         """Sums of the losses of batches, on the last stage."""
+        self._losses: dict[int, float] = {}
+        """Losses of batches that were not told, on the last stage."""
         self._has_told_loss = -1
         self._num_forwards = dict(module._num_forwards)
         self._buffers = _BuffersOfStages(module, own, program.batches_ahead)
@@ -210,12 +215,12 @@ class EndlessTraining:
             self._drain()  # there is no data for this batch: the next run begins with that
             engine.batch_data.put_back(self._unused(), self._error_of_data)
             if expected is None:
-                self._tell_loss(batch, float("nan"))
+                self._tell_loss(batch)
             else:
                 self._meetings.told_loss(expected)
             return False
-        if expected is None and self._has_told_loss < batch:  # where it was not computed
-            self._tell_loss(batch, float("nan"))
+        if expected is None:
+            self._tell_loss(batch)
         if expected is not None:
             self.loss = self._meetings.told_loss(expected)
         if outcome.fails:
@@ -230,6 +235,12 @@ class EndlessTraining:
         if outcome.asks:
             engine.when_asked_to_stop()
         if self._end == self.num_trained * self._per_batch:
+            self._num_alone = self._num_alone + 1 if self.num_trained == 1 else 0
+            if self._num_alone == 2:
+                announce(
+                    "the iterator of each train_batch ends with its batch, so the pipeline drains in every call: "
+                    "give one iterator with the data of all batches"
+                )
             self._drain()
             engine.batch_data.put_back(self._unused(), self._error_of_data)
         return True
@@ -315,7 +326,9 @@ class EndlessTraining:
         if is_loss:
             self._totals[batch], engine.total_loss = engine.total_loss, None
             if place + 1 == self._per_batch:
-                self._tell_loss(batch, self._mean_loss(batch))
+                self._losses[batch] = self._mean_loss(batch)
+                if batch == self.num_trained and self._is_trained_on(batch):
+                    self._tell_loss(batch)
         if compute.kind == "B":
             self._oldest[stage] = number + 1
             self._attempt.forget(stage, number)
@@ -342,11 +355,12 @@ class EndlessTraining:
             return float("nan")
         return float(self._engine._scale_loss_by_gas(total))
 
-    def _tell_loss(self, batch: int, loss: float) -> None:
+    def _tell_loss(self, batch: int) -> None:
+        """Tell the loss of a batch of which the call has come, once; nothing where it was not computed."""
         assert self._meetings is not None
-        if batch == self.num_trained:  # not of a batch that is given up
+        if self._has_told_loss < batch:
             self._has_told_loss = batch
-            self.loss = self._meetings.tell_loss(loss)
+            self.loss = self._meetings.tell_loss(self._losses.pop(batch, math.nan))
 
     def _is_trained_on(self, batch: int) -> bool:
         return batch < self.num_trained + (self._meeting is not None)
@@ -446,7 +460,7 @@ class EndlessTraining:
             self._of_batch[self.num_trained] = self._settings.now(), 0, 0
             self._run_all(self._run.segment())
             if expected is None:
-                self._tell_loss(self.num_trained, float("nan"))
+                self._tell_loss(self.num_trained)
             else:
                 self._meetings.told_loss(expected)
         self._raise_failure()

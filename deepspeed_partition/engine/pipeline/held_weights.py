@@ -41,6 +41,8 @@ class Weights:
         self.parameters = list(parameters)
         self._new_storages = new_storages or self._copy
         self.newest = 0
+        self.most_held = 1
+        """Most versions that have had storages at once."""
         self._current = 0
         self._held: dict[int, list[torch.Tensor]] = {0: self._storages()}
 
@@ -70,6 +72,7 @@ class Weights:
             self._held[self.newest + 1] = self._held.pop(self.newest)
         self.newest += 1
         self._current = self.newest
+        self.most_held = max(self.most_held, self.num_held)
 
     def let_go(self, before: int) -> None:
         """Let go of all versions before one, and never of the newest."""

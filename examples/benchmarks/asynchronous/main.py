@@ -16,7 +16,6 @@ import gc
 import json
 import sys
 import time
-from dataclasses import replace
 from datetime import date
 from itertools import repeat
 from pathlib import Path
@@ -25,42 +24,64 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from deepspeed_partition import Chain, LayerProfile, Plan, Platform, make_plan
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent / "sleeping_schedules")]
+sys.path.insert(0, str(HERE.parent))
 from interleaved import engine_for_plan, environment
-from split_layers import SplitLayer
 
+NUMBERS = 16
+"""Numbers that a layer hands on."""
 WARM_UP = 2
 """Batches that are not measured."""
 
 
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, x: torch.Tensor, layer: Sleeping) -> torch.Tensor:
+        ctx.layer, ctx.shape = layer, x.shape
+        time.sleep(layer.forward_seconds)
+        return torch.zeros(1, NUMBERS)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        time.sleep(2 * ctx.layer.forward_seconds)
+        return torch.zeros(1), torch.zeros(ctx.shape), None
+
+
+class Sleeping(nn.Module):
+    """Sleeps for its forward, and twice as long for its backward."""
+
+    def __init__(self, forward_seconds: float) -> None:
+        super().__init__()
+        self.forward_seconds, self.weight = forward_seconds, nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Sleep.apply(self.weight, x, self)
+
+
 def plan_of(num_ranks: int, layer_seconds: float, micro_batches: int, mode: str) -> Plan:
-    """Return the contiguous plan of one layer per rank, with the pattern of 1F1B*."""
+    """Return the contiguous plan of one layer per rank."""
     layer = LayerProfile(
         name="sleeping", forward_seconds=layer_seconds, backward_seconds=2 * layer_seconds, weight_bytes=4,
-        output_bytes=64, num_trainable_parameters=1,
+        output_bytes=4 * NUMBERS, num_trainable_parameters=1,
     )  # fmt: skip
-    # The first one has an anchor beside its weight, see ``SplitLayer``.
-    first = replace(layer, weight_bytes=8, num_trainable_parameters=2)
-    chain = Chain(name="even", input_bytes=4, layers=(first, *[layer] * (num_ranks - 1)))
+    chain = Chain(name="even", input_bytes=4, layers=(layer,) * num_ranks)
     platform = Platform(num_devices=num_ranks, memory_bytes=10**12, bandwidth=1e12, duplex="full", comm_buffers=4)
-    plan = make_plan(
-        chain, platform, list(range(num_ranks + 1)), num_micro_batches=micro_batches, recompute="never"
+    return make_plan(
+        chain, platform, list(range(num_ranks + 1)), num_micro_batches=micro_batches, recompute="never",
+        weight_versions=mode,
     )  # fmt: skip
-    if mode == "flush":
-        return plan
-    return replace(plan, step=None, weight_versions=mode, micro_batches_per_update=micro_batches)
 
 
 def measured(mode: str, layer_seconds: float, micro_batches: int, num_batches: int) -> dict[str, Any]:
     """Return what one mode takes and holds."""
     num_ranks = dist.get_world_size()
     plan = plan_of(num_ranks, layer_seconds, micro_batches, mode)
-    layers = [SplitLayer(number, layer_seconds, 2 * layer_seconds, 16) for number in range(num_ranks)]
+    layers = [Sleeping(layer_seconds) for _ in range(num_ranks)]
     engine: Any = engine_for_plan(
         layers, plan, micro_batches, lambda outputs, _: outputs.sum(), gradient_clipping=0.0
     )  # fmt: skip
@@ -72,7 +93,7 @@ def measured(mode: str, layer_seconds: float, micro_batches: int, num_batches: i
         engine.train_batch(data)
         ends.append(time.perf_counter())
         if engine._endless is not None:
-            held = max(held, *(weights.num_held for weights in engine._endless._all_weights()))
+            held = engine._endless.weights_of(engine.stage_id).most_held
     batch_seconds = max(gather_objects((ends[-1] - ends[WARM_UP - 1]) / num_batches))
     held_of_all = gather_objects(held)
     engine.come_to_rest()
@@ -91,8 +112,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--modes", nargs="+", default=["stashing", "2bw", "vertical-sync"])
-    parser.add_argument("--layer-ms", type=float, default=10.0, help="forward; a backward takes twice that")
-    parser.add_argument("--batches", type=int, default=6)
+    parser.add_argument("--layer-ms", type=float, default=30.0, help="forward; a backward takes twice that")
+    parser.add_argument("--batches", type=int, default=8)
     parser.add_argument("--save", action="store_true", help="write results/ beside this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -101,8 +122,6 @@ def main() -> None:
     for micro_batches in arguments.micro_batches:
         found = []
         for mode in ("flush", *arguments.modes):
-            if mode == "2bw" and dist.get_world_size() > micro_batches + 1:
-                continue  # more in flight than two versions allow: such a plan is refused
             found.append(measured(mode, arguments.layer_ms / 1e3, micro_batches, arguments.batches))
         lines += found
         for each in found if dist.get_rank() == 0 else ():
