@@ -86,7 +86,8 @@ def kept(host: cases.Host) -> dict[str, Any]:
         said = told(lambda trainer=trainer: trainer.fit(cases.seeded(), cases.loader(54)))
         trainer.strategy.barrier()
         if trainer.is_global_zero:
-            rows = list(DictReader((Path(trainer.log_dir) / "metrics.csv").open()))
+            # Not ``trainer.log_dir``, which is a collective: the other rank does not come to it here.
+            rows = list(DictReader(path.with_name("metrics.csv").open()))
             planned = {row["madpipe/planned_step_seconds"] for row in rows} - {""}
             assert [*map(float, planned)] == [trainer.strategy.plan.step_seconds], planned
         plan, whole = trainer.strategy.plan, path.is_file()
