@@ -69,10 +69,10 @@ class Failure:
     """What a rank ended with."""
 
     seconds: float
-    """When, by the clock of the machine."""
+    """Instant of the failure, in seconds by the clock of the machine."""
     error: BaseException
     text: str
-    """Its traceback."""
+    """Traceback of the error, as Python prints it."""
 
     @property
     def is_echo(self) -> bool:

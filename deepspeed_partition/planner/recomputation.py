@@ -33,7 +33,7 @@ from deepspeed_partition.planner.allocation import Blocks, Rematerialize
 from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.memory import StageTable, first_backward_bytes
 from deepspeed_partition.planner.problem import Chain
-from deepspeed_partition.planner.units import shown
+from deepspeed_partition.planner.units import one_of
 
 MODES = ("auto", "never", "stage", "block", "micro-batch")
 """What a planner may recompute: whatever is fastest, nothing, whole stages, ranges of layers in a stage, or these
@@ -58,9 +58,7 @@ def checked_mode(mode: object) -> str:
     Raises:
         ValueError: it is not.
     """
-    if not isinstance(mode, str) or mode not in MODES:
-        raise ValueError(f"recompute is {shown(mode)}: it is one of {', '.join(MODES)}")
-    return mode
+    return one_of("recompute", mode, MODES)
 
 
 def rematerialized(blocks: Blocks, stage: tuple[int, int]) -> Rematerialize:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 
 _SIZES = {"": 1, "B": 1} | {
     prefix + suffix: base**power
@@ -104,3 +105,18 @@ def shown(value: object) -> str:
     """Format a value for a message: on one line, in printable characters, and no longer than a line."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def one_of(name: str, value: object, known: Sequence[str]) -> str:
+    """Return the value of an option, if it is a known one.
+
+    Args:
+        name: of the option, for the message.
+        known: all values that it may have.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{name} is {shown(value)}: it is one of {', '.join(known)}")
+    return value

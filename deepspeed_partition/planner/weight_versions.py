@@ -32,15 +32,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from deepspeed_partition.planner.schedule import Order
-from deepspeed_partition.planner.units import shown
+from deepspeed_partition.planner.units import one_of
 
 FLUSH, STASHING, TWO_VERSIONS, VERTICAL_SYNC = "flush", "stashing", "2bw", "vertical-sync"
 MODES = (FLUSH, STASHING, TWO_VERSIONS, VERTICAL_SYNC)
 """What a plan may do with weights: drain the pipeline at every update, or let it run on with a version for each
 micro-batch, with two versions, or with one version for each micro-batch along the whole pipeline."""
 Place = tuple[int, float, float]
-"""When an operation runs on micro-batch 0: in which period, when in it, and how long. Of two operations of one
-device the one with the smaller place comes first."""
+"""Place of an operation on micro-batch 0 in time: its period, its start in that, and its duration. Of two
+operations of a device the one with the smaller place comes first."""
 
 
 def checked_mode(mode: object) -> str:
@@ -49,9 +49,7 @@ def checked_mode(mode: object) -> str:
     Raises:
         ValueError: it is not.
     """
-    if not isinstance(mode, str) or mode not in MODES:
-        raise ValueError(f"weight_versions is {shown(mode)}: it is one of {', '.join(MODES)}")
-    return mode
+    return one_of("weight_versions", mode, MODES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -129,7 +129,7 @@ class BatchData:
         self.kept: dict[int, Any] = {}
         """Micro-batches, by their number, that were read and are not loaded yet by all stages that need them."""
         self.backlogs: tuple[Backlog, ...] = ()
-        """Of each iterator that is behind those of the other ranks, the last one that was trained on first."""
+        """Backlog of each iterator that is behind those of other ranks; the last one trained on comes first."""
         self._given_again: tuple[GivenAgain, ...] = ()
 
     def begin(self) -> None:

@@ -105,8 +105,8 @@ class Road:
         self.kept = [cost.stash for cost in costs]
         """Bytes of each micro-batch in flight, for each stage."""
         self.stash = list(self.kept)
-        """The same with the part of a version of the weights that each micro-batch in flight brings, rounded down:
-        what bounds count. It is what is kept where versions do not come with micro-batches."""
+        """Bytes that bounds count for each micro-batch in flight, for each stage: those that it keeps, and its
+        part of a version of the weights, rounded down, where more micro-batches in flight bring more versions."""
         self.transient = [cost.transient for cost in costs]
         self.versions = problem.versions
         self.version_bytes = [0] * self.num_stages
