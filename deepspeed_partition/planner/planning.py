@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import lru_cache
 
 from deepspeed_partition.planner.allocation import Placement, checked_partition
 from deepspeed_partition.planner.assembly import assemble
@@ -736,6 +737,7 @@ def problem_of(
     """
     _check_counts(chain, platform, num_micro_batches, num_stages)
     _check_trainable(chain, platform, num_stages, every_stage_trains, every_device_trains)
+    times, table = _tables_of(chain, platform)
     return Problem(
         chain=chain,
         platform=platform,
@@ -745,12 +747,17 @@ def problem_of(
             every_stage_trains=every_stage_trains,
             every_device_trains=every_device_trains,
         ),
-        times=TimedChain(chain, platform),
-        table=StageTable(chain, platform),
+        times=times,
+        table=table,
         num_micro_batches=num_micro_batches,
         in_deepspeed=num_micro_batches is not None and (num_stages is not None or every_stage_trains),
         deadline=Deadline(time_limit(time_limit_seconds), within=deadline),
     )
+
+
+@lru_cache(maxsize=1)  # for the algorithms of a comparison, which then share bounds, too
+def _tables_of(chain: Chain, platform: Platform) -> tuple[TimedChain, StageTable]:
+    return TimedChain(chain, platform), StageTable(chain, platform)
 
 
 def _check_counts(chain: Chain, platform: Platform, num_micro_batches: int | None, num_stages: int | None) -> None:

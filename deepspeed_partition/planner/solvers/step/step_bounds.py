@@ -34,7 +34,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from heapq import heappush, heappushpop
 from itertools import accumulate
 
@@ -68,9 +70,35 @@ def step_lower_bound(problem: Problem, *, contiguous: bool) -> int:
     Args:
         contiguous: bound the steps of contiguous partitions alone.
     """
-    bounds = StepBounds(problem)
-    bound = bounds.of_any_allocation()
-    return bounds.unit * (bounds.of_contiguous(bound) if contiguous else bound)
+    bounds, bound = _of_any_allocation(_Asked(problem))
+    # A problem that is alike but for its constraints may have asked first.
+    return bounds.unit * (StepBounds(problem).of_contiguous(bound) if contiguous else bound)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """Problem that equals another one where the bound of any allocation is the same: whatever the constraints."""
+
+    problem: Problem
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Asked) and self._decisive() == other._decisive()
+
+    def __hash__(self) -> int:
+        return hash(self._decisive())
+
+    def _decisive(self) -> tuple[object, ...]:
+        it = self.problem
+        return (
+            it.times, it.table, it.chain, it.platform, it.num_micro_batches, it.flushes, it.num_pipelines,
+            it.recomputation is not None, it.per_micro_batch,
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=2)  # algorithms of a comparison ask for the same one, and for that with all recomputed
+def _of_any_allocation(asked: _Asked) -> tuple[StepBounds, int]:
+    bounds = StepBounds(asked.problem)
+    return bounds, bounds.of_any_allocation()
 
 
 class StepBounds:
