@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -55,11 +55,16 @@ class Clock:
 
     def ticks(self, seconds: float) -> int:
         """Return the tick nearest to the decimal number that ``seconds`` prints as."""
-        return round(Fraction(repr(seconds)) * Fraction(10) ** -self.exponent)
+        return _ticks(seconds, self.exponent)
 
     def seconds(self, ticks: int | Fraction) -> float:
         """Return the float nearest to ``ticks``, in seconds."""
         return float(Fraction(ticks) * Fraction(10) ** self.exponent)
+
+
+@lru_cache(maxsize=2**14)  # each solver and each replay asks for the same layers
+def _ticks(seconds: float, exponent: int) -> int:
+    return round(Fraction(repr(seconds)) * Fraction(10) ** -exponent)
 
 
 class TimedChain:

@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from itertools import combinations
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from deepspeed_partition import InfeasibleError, Platform, make_plan, replay
 from deepspeed_partition.planner import deadline as module
 from deepspeed_partition.planner.deadline import PATIENCE_FACTOR, PATIENCE_SECONDS, Deadline
 from deepspeed_partition.planner.memory import StageTable
+from deepspeed_partition.planner.planning import SHORTEST_TIME_LIMIT_SECONDS
 from deepspeed_partition.planner.replication import plan_replicated
 from deepspeed_partition.planner.report.comparison import COMPARED, compare
 from deepspeed_partition.planner.report.frontier import frontier
@@ -35,6 +37,16 @@ def spent(call, *arguments, **options):
     begin = time.process_time()
     found = call(*arguments, **options)
     return time.process_time() - begin, found
+
+
+def spent_searching(call, *arguments, time_limit_seconds, **options):
+    """Seconds of the processor beyond those of the call with hardly any time to search, and what was found.
+
+    What is not searched (replays, bounds) takes more seconds on a slower or busier processor, and has no limit.
+    """
+    besides, _ = spent(call, *arguments, time_limit_seconds=SHORTEST_TIME_LIMIT_SECONDS, **options)
+    seconds, found = spent(call, *arguments, time_limit_seconds=time_limit_seconds, **options)
+    return seconds - besides, found
 
 
 def test_other_work_does_not_count():
@@ -84,8 +96,9 @@ def test_a_search_keeps_its_limit(num_micro_batches):
 
 def test_all_algorithms_of_a_comparison_share_its_limit():
     made, platform = long_chain()
-    seconds, found = spent(compare, made, platform, num_micro_batches=48, time_limit_seconds=1)
-    assert seconds < 3
+    how = {"num_micro_batches": 48, "time_limit_seconds": 1}
+    seconds, found = min((spent_searching(compare, made, platform, **how) for _ in range(2)), key=itemgetter(0))
+    assert seconds < 1, "each of seven has a limit of its own"
     assert [contender.algorithm for contender in found.contenders] == list(COMPARED)
 
 
@@ -98,7 +111,8 @@ def test_others_keep_it_too():
     assert seconds < 2
     assert not plan.proved
     every = {"num_micro_batches": 48, "data_parallel": "auto", "time_limit_seconds": 0.7}
-    assert spent(make_plan, made, platform, **every)[0] < 3
+    seconds = min(spent_searching(make_plan, made, platform, **every)[0] for _ in range(2))
+    assert seconds < 0.7, "each degree has a limit of its own"
 
 
 @pytest.mark.parametrize("algorithm", ["contiguous", "madpipe"])
