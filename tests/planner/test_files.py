@@ -8,6 +8,7 @@ import json
 import os
 import stat
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -209,12 +210,17 @@ json_values = st.recursive(
 @given(st.data())
 def test_any_value_anywhere_is_read_or_refused(data):
     """Whatever stands in one place of a chain or a plan file: a value, or the format's own error."""
-    plan = make_plan(Chain.from_dict(CHAIN), PLATFORM, num_micro_batches=3).to_dict()
-    for read, base, error in ((Chain.from_dict, CHAIN, ChainFormatError), (Plan.from_dict, plan, PlanFormatError)):
+    both = (Chain.from_dict, CHAIN, ChainFormatError), (Plan.from_dict, some_plan(), PlanFormatError)
+    for read, base, error in both:
         paths = list(_paths(base))
         damaged = changed(data.draw(st.sampled_from(paths)), data.draw(json_values | st.just(REMOVE)), base)
         with contextlib.suppress(error):  # refused in its own words
             _use(read(damaged))
+
+
+@cache
+def some_plan():
+    return make_plan(Chain.from_dict(CHAIN), PLATFORM, num_micro_batches=3).to_dict()
 
 
 def _use(value):

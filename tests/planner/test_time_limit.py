@@ -9,7 +9,6 @@ import sys
 import time
 from dataclasses import replace
 from itertools import combinations
-from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -97,7 +96,9 @@ def test_a_search_keeps_its_limit(num_micro_batches):
 def test_all_algorithms_of_a_comparison_share_its_limit():
     made, platform = long_chain()
     how = {"num_micro_batches": 48, "time_limit_seconds": 1}
-    seconds, found = min((spent_searching(compare, made, platform, **how) for _ in range(2)), key=itemgetter(0))
+    seconds, found = spent_searching(compare, made, platform, **how)
+    if seconds >= 1:  # a busy machine may have been counted in
+        seconds, found = spent_searching(compare, made, platform, **how)
     assert seconds < 1, "each of seven has a limit of its own"
     assert [contender.algorithm for contender in found.contenders] == list(COMPARED)
 
@@ -111,8 +112,8 @@ def test_others_keep_it_too():
     assert seconds < 2
     assert not plan.proved
     every = {"num_micro_batches": 48, "data_parallel": "auto", "time_limit_seconds": 0.7}
-    seconds = min(spent_searching(make_plan, made, platform, **every)[0] for _ in range(2))
-    assert seconds < 0.7, "each degree has a limit of its own"
+    tries = (spent_searching(make_plan, made, platform, **every)[0] for _ in range(2))
+    assert any(seconds < 0.7 for seconds in tries), "each degree has a limit of its own"
 
 
 @pytest.mark.parametrize("algorithm", ["contiguous", "madpipe"])
