@@ -16,7 +16,7 @@ from deepspeed_partition.planner.errors import (
     PlanMismatchError,
 )
 from deepspeed_partition.planner.plan import Plan
-from deepspeed_partition.planner.planning import make_plan
+from deepspeed_partition.planner.planning.make_plan import make_plan
 from deepspeed_partition.planner.problem import Chain, LayerProfile, Platform
 from deepspeed_partition.planner.simulate.replay import Replay, replay
 

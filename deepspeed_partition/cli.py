@@ -49,7 +49,7 @@ from deepspeed_partition.planner.io.files import parse_json, read_text, write_js
 from deepspeed_partition.planner.machines import Machines
 from deepspeed_partition.planner.mcap_profile import McapProfile
 from deepspeed_partition.planner.plan import Plan
-from deepspeed_partition.planner.planning import make_plan
+from deepspeed_partition.planner.planning.make_plan import make_plan
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES, Chain, Platform
 from deepspeed_partition.planner.remedies import with_remedies
 from deepspeed_partition.planner.replication import Replicated, plan_replicated

@@ -10,7 +10,7 @@ from click.shell_completion import CompletionItem
 
 from deepspeed_partition.planner import units
 from deepspeed_partition.planner.data_parallel import AUTO
-from deepspeed_partition.planner.planning import ALGORITHMS
+from deepspeed_partition.planner.planning.algorithms import ALGORITHMS
 from deepspeed_partition.planner.problem import DUPLEX
 from deepspeed_partition.planner.recomputation import MODES
 from deepspeed_partition.planner.weight_versions import FLUSH

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from deepspeed_partition.planner.planning import solver_of
+from deepspeed_partition.planner.planning.algorithms import solver_of
 from deepspeed_partition.planner.problem import DUPLEX
 from deepspeed_partition.planner.recomputation import checked_mode
 from deepspeed_partition.planner.units import parse_bandwidth, parse_seconds, parse_size, printable, shown

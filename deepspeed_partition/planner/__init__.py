@@ -3,5 +3,5 @@
 The modules of this folder are values and their terms: ``problem`` (a chain, a platform), ``allocation``,
 ``schedule``, ``memory``, ``plan``. ``planning`` calls a solver, and ``assembly`` makes a plan of its answer. The
 folders are ``io`` (files), ``graphs`` (profiles of other programs), ``simulate`` (the replay, which judges each
-plan), ``solvers`` and ``report``. Open first: ``planning.py``.
+plan), ``solvers`` and ``report``. Open first: ``planning``.
 """

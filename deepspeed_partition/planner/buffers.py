@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from deepspeed_partition.planner.clock import Clock
 from deepspeed_partition.planner.plan import Plan
-from deepspeed_partition.planner.planning import problem_of, with_recomputation
+from deepspeed_partition.planner.planning.problems import problem_of, with_recomputation
 from deepspeed_partition.planner.problem import Chain, Platform
 from deepspeed_partition.planner.recomputation import PER_MICRO_BATCH
 from deepspeed_partition.planner.simulate.replay import replay_and_count

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from deepspeed_partition.planner.planning import problem_of
+from deepspeed_partition.planner.planning.problems import problem_of
 from deepspeed_partition.planner.problem import Chain, Platform
 from deepspeed_partition.planner.schedule import Order
 from deepspeed_partition.planner.solvers.step.step_simulator import Positions, StepEngine, in_order

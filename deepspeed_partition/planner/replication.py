@@ -11,7 +11,8 @@ from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.infeasible import out_of_time
 from deepspeed_partition.planner.memory import stage_memory
 from deepspeed_partition.planner.plan import Plan
-from deepspeed_partition.planner.planning import make_plan, problem_of, time_limit
+from deepspeed_partition.planner.planning.make_plan import make_plan
+from deepspeed_partition.planner.planning.problems import problem_of, time_limit
 from deepspeed_partition.planner.problem import Chain, Platform
 from deepspeed_partition.planner.solvers.contiguous.deepspeed_partitions import FixedPartition
 from deepspeed_partition.planner.solvers.contiguous.replicated import (

@@ -31,7 +31,7 @@ from deepspeed_partition.capture.ordering import choose_order  # noqa: E402
 from deepspeed_partition.capture.partition import flow_of  # noqa: E402
 from deepspeed_partition.capture.planned_memory import PlannedMemory  # noqa: E402
 from deepspeed_partition.planner.errors import InfeasibleError  # noqa: E402
-from deepspeed_partition.planner.planning import make_plan  # noqa: E402
+from deepspeed_partition.planner.planning.make_plan import make_plan  # noqa: E402
 from deepspeed_partition.planner.problem import Platform  # noqa: E402
 from deepspeed_partition.profiling import profile_chain  # noqa: E402
 from tests.capture import networks  # noqa: E402

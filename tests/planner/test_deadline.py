@@ -16,7 +16,7 @@ from deepspeed_partition.planner import deadline as module
 from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.errors import InfeasibleError
-from deepspeed_partition.planner.planning import with_recomputation
+from deepspeed_partition.planner.planning.problems import with_recomputation
 from deepspeed_partition.planner.recomputation import _Extension
 from deepspeed_partition.planner.solvers.contiguous.recomputing import best_recomputing_partition
 from deepspeed_partition.planner.solvers.non_contiguous.many_special_devices import SeveralSearch

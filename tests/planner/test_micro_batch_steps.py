@@ -9,7 +9,7 @@ import pytest
 
 from deepspeed_partition import Chain, Platform, make_plan, replay
 from deepspeed_partition.planner.allocation import Placement
-from deepspeed_partition.planner.planning import problem_of, with_recomputation
+from deepspeed_partition.planner.planning.problems import problem_of, with_recomputation
 from deepspeed_partition.planner.solvers.pattern.cyclic_pattern import CyclicRoad, Orders, retimed
 from deepspeed_partition.planner.solvers.pattern.kept_and_recomputed import kept_and_recomputed
 from deepspeed_partition.planner.solvers.step import micro_batch_step

@@ -10,7 +10,7 @@ import pytest
 
 from deepspeed_partition import Chain, Platform, make_plan, replay
 from deepspeed_partition.planner.allocation import Placement
-from deepspeed_partition.planner.planning import problem_of, with_recomputation
+from deepspeed_partition.planner.planning.problems import problem_of, with_recomputation
 from deepspeed_partition.planner.solvers.step.fewest_recomputed import FewestRecomputed, rows_of
 from deepspeed_partition.planner.solvers.step.orders import GroupRule, megatron_limits
 from deepspeed_partition.planner.solvers.step.step_search import step_engine

@@ -12,7 +12,7 @@ from pulp import HiGHS, LpProblem, LpStatusOptimal, LpVariable, lpSum
 from deepspeed_partition import Chain, Plan, Platform, make_plan, replay
 from deepspeed_partition.options import Options
 from deepspeed_partition.planner.allocation import Placement
-from deepspeed_partition.planner.planning import problem_of, with_recomputation
+from deepspeed_partition.planner.planning.problems import problem_of, with_recomputation
 from deepspeed_partition.planner.simulate.replay import replay_and_count
 from deepspeed_partition.planner.solvers.contiguous import per_micro_batch
 from deepspeed_partition.planner.solvers.pattern.cyclic_pattern import CyclicRoad, retimed

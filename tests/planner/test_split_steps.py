@@ -11,7 +11,7 @@ from deepspeed_partition import Chain, InfeasibleError, LayerProfile, Platform, 
 from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.assembly import assemble
 from deepspeed_partition.planner.deadline import Deadline
-from deepspeed_partition.planner.planning import problem_of, with_recomputation
+from deepspeed_partition.planner.planning.problems import problem_of, with_recomputation
 from deepspeed_partition.planner.recomputation import Recomputation
 from deepspeed_partition.planner.solvers.interface import Answer, Problem, Step
 from deepspeed_partition.planner.solvers.pattern.cyclic_pattern import CyclicRoad, retimed

@@ -17,7 +17,7 @@ from deepspeed_partition import InfeasibleError, Platform, make_plan, replay
 from deepspeed_partition.planner import deadline as module
 from deepspeed_partition.planner.deadline import PATIENCE_FACTOR, PATIENCE_SECONDS, Deadline
 from deepspeed_partition.planner.memory import StageTable
-from deepspeed_partition.planner.planning import SHORTEST_TIME_LIMIT_SECONDS
+from deepspeed_partition.planner.planning.problems import SHORTEST_TIME_LIMIT_SECONDS
 from deepspeed_partition.planner.replication import plan_replicated
 from deepspeed_partition.planner.report.comparison import COMPARED, compare
 from deepspeed_partition.planner.report.frontier import frontier

@@ -36,7 +36,8 @@ from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.memory import stage_memory
 from deepspeed_partition.planner.operation_costs import operation_seconds_of
 from deepspeed_partition.planner.plan import Plan
-from deepspeed_partition.planner.planning import DEFAULT_TIME_LIMIT_SECONDS, make_plan
+from deepspeed_partition.planner.planning.make_plan import make_plan
+from deepspeed_partition.planner.planning.problems import DEFAULT_TIME_LIMIT_SECONDS
 from deepspeed_partition.planner.problem import Chain, Platform
 from deepspeed_partition.planner.recomputation import PER_MICRO_BATCH
 from deepspeed_partition.planner.remedies import with_remedies

@@ -29,7 +29,8 @@ from deepspeed_partition.planner.data_parallel import bytes_sent, seconds_of, we
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.plan import Plan
-from deepspeed_partition.planner.planning import SHORTEST_TIME_LIMIT_SECONDS, make_plan, problem_of, time_limit
+from deepspeed_partition.planner.planning.make_plan import make_plan
+from deepspeed_partition.planner.planning.problems import SHORTEST_TIME_LIMIT_SECONDS, problem_of, time_limit
 from deepspeed_partition.planner.problem import Chain, Platform
 from deepspeed_partition.planner.schemes.scheme import Scheme, fslpp, lpp, oldest_first
 from deepspeed_partition.planner.schemes.scheme_simulator import SchemeRun, SchemeStage, Wires, simulate

@@ -8,7 +8,8 @@ from dataclasses import replace
 from deepspeed_partition.planner.machine_planning import in_given_order, placed_times
 from deepspeed_partition.planner.machines import DeviceGroup, LinkLevel, Machines
 from deepspeed_partition.planner.plan import Plan
-from deepspeed_partition.planner.planning import make_plan, problem_of
+from deepspeed_partition.planner.planning.make_plan import make_plan
+from deepspeed_partition.planner.planning.problems import problem_of
 from deepspeed_partition.planner.problem import Chain, Platform
 from deepspeed_partition.planner.solvers.interface import Problem
 

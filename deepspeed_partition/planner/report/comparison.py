@@ -16,14 +16,12 @@ from deepspeed_partition.planner.data_parallel import (
 from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.plan import Plan
-from deepspeed_partition.planner.planning import (
+from deepspeed_partition.planner.planning.algorithms import solver_of
+from deepspeed_partition.planner.planning.asynchronous import check_asynchronous, never_draining
+from deepspeed_partition.planner.planning.make_plan import check_split, make_plan
+from deepspeed_partition.planner.planning.problems import (
     SHORTEST_TIME_LIMIT_SECONDS,
-    check_asynchronous,
-    check_split,
-    make_plan,
-    never_draining,
     problem_of,
-    solver_of,
     time_limit,
     with_recomputation,
 )

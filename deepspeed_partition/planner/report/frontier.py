@@ -11,7 +11,8 @@ from deepspeed_partition.planner.data_parallel import seconds_of
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.plan import Plan
-from deepspeed_partition.planner.planning import DEFAULT_TIME_LIMIT_SECONDS, make_plan
+from deepspeed_partition.planner.planning.make_plan import make_plan
+from deepspeed_partition.planner.planning.problems import DEFAULT_TIME_LIMIT_SECONDS
 from deepspeed_partition.planner.problem import Chain, Platform
 from deepspeed_partition.planner.weight_versions import FLUSH
 

@@ -32,7 +32,7 @@ from sweep import Setting, counted, read
 
 from deepspeed_partition import Chain, InfeasibleError, LayerProfile, Plan, Platform, make_plan, replay
 from deepspeed_partition.planner.allocation import Placement
-from deepspeed_partition.planner.planning import problem_of, with_recomputation
+from deepspeed_partition.planner.planning.problems import problem_of, with_recomputation
 from deepspeed_partition.planner.solvers.identical_stages import identical_stages_bound
 from deepspeed_partition.planner.solvers.pattern.cyclic_program import CyclicProgram
 from deepspeed_partition.planner.solvers.step.micro_batch_orders import StepRoad

@@ -18,7 +18,7 @@ from whole_table import whole_table
 
 from deepspeed_partition import InfeasibleError, make_plan
 from deepspeed_partition.planner.allocation import Placement
-from deepspeed_partition.planner.planning import problem_of
+from deepspeed_partition.planner.planning.problems import problem_of
 from deepspeed_partition.planner.solvers.contiguous.partition_search import best_partition
 from deepspeed_partition.planner.solvers.interface import Problem
 from deepspeed_partition.planner.solvers.non_contiguous.madpipe_paper import Grid, PaperMadPipe

@@ -29,7 +29,7 @@ from rich.markdown import Markdown
 from tqdm import tqdm
 
 from deepspeed_partition import Chain, InfeasibleError, Platform, make_plan
-from deepspeed_partition.planner.planning import problem_of
+from deepspeed_partition.planner.planning.problems import problem_of
 
 HERE = Path(__file__).parent
 PROFILES = HERE.parents[1] / "profiles" / "pipedream"

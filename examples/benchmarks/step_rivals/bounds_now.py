@@ -7,7 +7,7 @@ from typing import Any
 
 from settings import Setting, chain_of
 
-from deepspeed_partition.planner.planning import problem_of, with_recomputation
+from deepspeed_partition.planner.planning.problems import problem_of, with_recomputation
 from deepspeed_partition.planner.solvers.step.step_bounds import step_lower_bound
 
 
