@@ -112,3 +112,20 @@ def test_the_middle_of_a_long_step_is_the_optimal_pattern(num_stages, slots, m, 
     pattern = retimed(CyclicRoad(problem, road.placement, number), orders)
     ticks = [road.run(each) for each in micro_batch_step._windows(pattern, m) if road.fits(each)]
     assert problem.times.clock.seconds(min(ticks)) == seconds
+
+
+@pytest.mark.parametrize("seed", [8, 15, 22])
+def test_patterns_with_halves_begin_a_step_too(seed):
+    """Red if a window looked for whole backwards alone, an IndexError, or if second halves came twice."""
+    made, platform, m = random_case(seed)
+    layers = []
+    for place, layer in enumerate(made.layers):
+        first = 0.4 * layer.backward_seconds if place else 0.0
+        second = layer.backward_seconds - first
+        layers.append(replace(layer, backward_input_seconds=first, backward_weight_seconds=second))
+    made = replace(made, layers=tuple(layers))
+    how = {"num_micro_batches": m, "time_limit_seconds": 1, "split_backward": True}
+    plan = make_plan(made, platform, "contiguous", recompute="micro-batch", **how)
+    assert replay(plan, made).violations == ()
+    names = [name for order in plan.step.order for name in order]
+    assert len(names) == len(set(names))

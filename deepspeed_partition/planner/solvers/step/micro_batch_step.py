@@ -199,7 +199,7 @@ def _windows(pattern: CyclicPattern, m: int) -> Iterator[Orders]:
     pattern runs long before, are the stock with which the step begins.
     """
     road, length = pattern.road, pattern.length
-    back = {key[2]: begin for key, begin in pattern.begins.items() if key[:2] == ("B", 0)}
+    back = {key[2]: begin for key, begin in pattern.begins.items() if key[0] in "BI" and key[1] == 0}
     in_order = sorted(back, key=lambda number: back[number] % length)
     for first in range(0, road.number, -(-road.number // MOST_STARTS)):
         lists: list[list[tuple[int, Entry]]] = [[] for _ in range(road.num_stages)]
@@ -221,7 +221,11 @@ def _in_halves(road: StepRoad, orders: Orders, least_gap: float | None) -> Order
             beside what second halves hold; None: behind its first half.
     """
     first = tuple(
-        tuple(("I" if kind == "B" and road.may_split[stage] else kind, number) for kind, number in order)
+        tuple(
+            ("I" if kind == "B" and road.may_split[stage] else kind, number)
+            for kind, number in order
+            if kind != "W"
+        )
         for stage, order in enumerate(orders)
     )
     begins = road.begins(first)
@@ -262,7 +266,7 @@ def _changed(orders: Orders, pick: random.Random) -> Orders | None:
         place = pick.randrange(len(order) - 1) if len(order) > 1 else 0
         one, other = order[place], order[min(place + 1, len(order) - 1)]
         both = one[0] + other[0]
-        if one[1] == other[1] or both == "BB" or set(both) <= set("Ff"):
+        if one[1] == other[1] or set(both) <= set("BI") or set(both) <= set("Ff"):
             return None
         order[place : place + 2] = other, one
     return (*orders[:stage], tuple(order), *orders[stage + 1 :])
