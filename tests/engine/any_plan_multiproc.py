@@ -35,6 +35,7 @@ from tests.engine import (
     host_cases,
     pipelines,
     plans,
+    real_layers_cases,
     sharded_cases,
 )
 from tests.engine import boundaries as transfers
@@ -895,7 +896,11 @@ OF_MAPS = [
     backwards_in_halves,
     no_more_in_flight_than_planned,
 ]
-CASES = {2: [*CASES_OF_ANY, *device_cases.CASES], 3: OF_MAPS, 4: [two_pipelines, *sharded_cases.CASES]}
+CASES = {
+    2: [*CASES_OF_ANY, *device_cases.CASES, *real_layers_cases.CASES],
+    3: OF_MAPS,
+    4: [two_pipelines, *sharded_cases.CASES],
+}
 CASES = {
     num_processes: {case.__name__: case for case in [*cases, *others]}
     for num_processes, cases in CASES.items()
