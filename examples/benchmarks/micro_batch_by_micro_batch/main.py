@@ -3,10 +3,11 @@
     python main.py bounds      the published bound: exact values; against the shortest steps of 200 random cases
     python main.py patterns    periodic patterns: the published ones; 50 random chains against an integer program
     python main.py steps       steps of identical stages: each way to recompute, and the bound
-    python main.py grid        periods on a part of the evaluation grid of madpipe_vs_pipedream
+    python main.py grid        periods on the evaluation grid of madpipe_vs_pipedream; --minutes: then it stops
     python main.py report      the tables, from results/
 
-Rows go to results/, one line each; a run goes on where the last one ended.
+Rows go to results/, one line each; a run goes on where the last one ended. The grid is planned from small settings
+(few layers times devices) to large ones, each size in an order drawn at random.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -50,8 +51,6 @@ VALUES = [
 STEPS = [(5, 3, 15), (5, 3, 30), (5, 3, 60), (4, 2, 30), (8, 4, 32), (8, 4, 64)]
 PATTERNS = [(5, 3), (8, 4), (4, 2)]
 NUM_BOUNDS, NUM_PATTERNS = 200, 50
-NUM_GRID = 12
-"""Settings of the grid that are planned, drawn at random."""
 SECONDS_EACH = {"steps": 8.0, "grid": 2.0}
 """Most seconds of the processor for a plan."""
 WAYS: dict[str, dict[str, Any]] = {
@@ -155,17 +154,25 @@ def _step(chain: Chain, platform: Platform, algorithm: Any, m: int, **how: Any) 
 
 
 def grid() -> Iterator[dict[str, Any]]:
-    """Yield the periods of contiguous partitions in each way, on settings drawn at random."""
-    path = next((HERE.parent / "madpipe_vs_pipedream" / "results").glob("*/contiguous.jsonl"))
-    _, results = read(path)
+    """Yield the periods of contiguous partitions in each way, on the settings that have no row."""
     chains = {chain.name: chain for chain in computed_chains()}
-    drawn = random.Random(0).sample(sorted(results), NUM_GRID)
-    for setting in drawn[len(rows_of("grid")) :]:
+    done = {tuple(row["setting"]) for row in rows_of("grid")}
+    for setting in settings_of_grid(chains):
+        if tuple(vars_of(setting)) in done:
+            continue
         chain = in_halves(counted(chains[setting.network], setting.kept))
         row: dict[str, Any] = {"setting": vars_of(setting)}
         for way, arguments in WAYS.items():
             row[way] = _period(chain, setting.platform, dict(arguments))
         yield row
+
+
+def settings_of_grid(chains: Mapping[str, Chain]) -> list[Setting]:
+    """Return all settings of the evaluation grid, those with few layers times devices first."""
+    path = next((HERE.parent / "madpipe_vs_pipedream" / "results").glob("*/contiguous.jsonl"))
+    settings = sorted(read(path)[1])
+    random.Random(0).shuffle(settings)
+    return sorted(settings, key=lambda each: chains[each.network].num_layers * each.num_devices)
 
 
 def vars_of(setting: Setting) -> list[Any]:
@@ -206,15 +213,18 @@ PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
 }  # fmt: skip
 
 
-def run(part: str) -> None:
-    """Write the rows of a part, behind those that are there."""
+def run(part: str, minutes: float) -> None:
+    """Write the rows of a part, behind those that are there, and begin none after so many minutes."""
     path = RESULTS / f"{part}.jsonl"
     done = len(rows_of(part))
+    until = time.monotonic() + 60 * minutes
     with path.open("a") as file:
         for number, row in enumerate(PARTS[part]()):
             if part == "grid" or number >= done:  # the grid begins behind what is there
                 file.write(json.dumps(row) + "\n")
                 file.flush()
+            if time.monotonic() > until:
+                break
 
 
 def rows_of(part: str) -> list[dict[str, Any]]:
@@ -266,9 +276,10 @@ def report() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=[*PARTS, "report"])
-    part = parser.parse_args().part
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after which no row is begun")
+    arguments = parser.parse_args()
     RESULTS.mkdir(exist_ok=True)
-    report() if part == "report" else run(part)
+    report() if arguments.part == "report" else run(arguments.part, arguments.minutes)
 
 
 if __name__ == "__main__":
