@@ -172,13 +172,14 @@ class SpreadModel:
     def _say_what_is_beside(self, call: PipelineCall) -> None:
         """Say once which frozen modules beside the layers every rank has."""
         owned = {weight for _, layer in call.existing_modules() for weight in layer.parameters()}
-        names = {part: name for name, part in self.module.named_modules()}
+        names = {id(part): name for name, part in self.module.named_modules()}
         found = [] if self.pipeline.num_stages == 1 else frozen_beside(self.module, owned)
         for part in found if call.captured is None else ():
             size = format_bytes(sum(weight.nbytes for weight in part.parameters()))
+            name = names[id(part)]
             warn_once(
-                f"beside/{names[part]}",
-                f"self.{names[part]} ({size}) is frozen and beside the layers: every rank has all of it, which "
+                f"beside/{name}",
+                f"self.{name} ({size}) is frozen and beside the layers: every rank has all of it, which "
                 "the plan does not count, and steps may call it",
             )
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from deepspeed_partition.engine.pipeline.parts import held_modules, parts_of
 from lightning_madpipe.module import PIPELINE, TiedModule
@@ -262,11 +263,11 @@ class Elsewhere:
 
     def __init__(self, module: nn.Module, pipeline: nn.Module) -> None:
         self._module, self._pipeline = module, pipeline
-        self._modes_before: dict[nn.Module, bool] = {}
+        # By identity: the hash of a metric depends on what it has counted.
+        self._modes_before = WeakIdKeyDictionary()
         self._is_lifted = False
-        self._names = {part: name for name, part in module.named_modules()}
-        self._owners: dict[nn.Module, set[str]] = {}
-        self._paths: dict[nn.Module, str] = {}
+        self._names = WeakIdKeyDictionary({part: name for name, part in module.named_modules()})
+        self._owners, self._paths = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self._unnamed: list[str] = []
         of_tensors: dict[int, set[str]] = {}
         in_tree = {id(tensor) for part in self._names for _, _, tensor in _tensors(part)}
@@ -310,7 +311,7 @@ class Elsewhere:
         self._pipeline.training = mode
         for part, was in self._modes_before.items():
             part.training = was
-        self._modes_before = {}
+        self._modes_before.clear()
         call = getattr(self._pipeline, "call_of_module", None)
         captured = None if call is None else call.captured
         root = self._module if captured is None else captured.model
@@ -320,7 +321,7 @@ class Elsewhere:
             captured.follow_modes()
         if not mode and self._module.training and not self.keeps_modes:
             parts = {part for layer in held_modules(self._pipeline).values() for part in layer.modules()}
-            self._modes_before = {part: part.training for part in parts}
+            self._modes_before = WeakIdKeyDictionary({part: part.training for part in parts})
             for part in parts:
                 part.training = False
         return self._pipeline

@@ -22,6 +22,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.generators import GENERATORS
@@ -50,7 +51,7 @@ class LayerAttributes:
     """
 
     def __init__(self, parts: Mapping[nn.Module, str]) -> None:
-        self._parts = parts
+        self._parts = WeakIdKeyDictionary(dict(parts))  # a metric's own hash depends on what it has counted
         self._containers: list[tuple[nn.Module, str]] = []
         self.find_containers()
 
@@ -108,11 +109,11 @@ class NotedAttributes:
         self._before = [(part, dict(vars(part))) for part in parts]
         self.handles: list[Any] = []
         """The handles of hooks that were hung on something."""
-        self._seen = {
-            (part, name): look(vars(part)[name], _is_small(vars(part)[name]), {})
+        self._seen = [
+            (part, name, look(vars(part)[name], _is_small(vars(part)[name]), {}))
             for part, name in containers
             if name in vars(part)
-        }
+        ]
 
     def _set(self) -> Iterator[tuple[nn.Module, str, Any]]:
         """Each attribute that is another object now, with its owner, and with what it was."""
@@ -129,21 +130,21 @@ class NotedAttributes:
 
     def changes(self) -> list[Change]:
         """What is another thing now than before."""
-        found: dict[tuple[nn.Module, str], Change] = {}
-        for (owner, name), seen in self._seen.items():
+        found: dict[tuple[int, str], Change] = {}
+        for owner, name, seen in self._seen:
             value = vars(owner).get(name, _MISSING)
             place = Place(self._parts[owner], "attribute", name)
             if value is seen.value and seen.difference(place, value) is not None:
-                found[owner, name] = Change(place, "refill", value)
+                found[id(owner), name] = Change(place, "refill", value)
         for owner, name, before in self._set():
             now = vars(owner).get(name, _MISSING)
             if type(now) in PLAIN and type(before) is type(now) and before == now:
                 continue
             place = Place(self._parts[owner], "attribute", name)
             if now is _MISSING:
-                found[owner, name] = Change(place, "delete")
+                found[id(owner), name] = Change(place, "delete")
             elif not isinstance(now, nn.Module | nn.Parameter):
-                found[owner, name] = Change(place, "bind", now)
+                found[id(owner), name] = Change(place, "bind", now)
         return list(found.values())
 
     def hooked(self) -> list[Any]:
@@ -159,11 +160,11 @@ class NotedAttributes:
 
     def freeze(self) -> None:
         """Let what is changed in place from now on, by the layers themselves, stay."""
-        self._seen = {
-            (owner, name): seen
-            for (owner, name), seen in self._seen.items()
+        self._seen = [
+            (owner, name, seen)
+            for owner, name, seen in self._seen
             if seen.difference(Place("", "attribute", name), vars(owner).get(name, _MISSING)) is not None
-        }
+        ]
 
     def undo(self) -> None:
         """Put everything back."""
@@ -174,7 +175,7 @@ class NotedAttributes:
                 del vars(owner)[name]
             elif not any(name in vars(owner).get(table, ()) for table in _TABLES):  # a parameter has its name now
                 vars(owner)[name] = before
-        for seen in self._seen.values():
+        for _, _, seen in self._seen:
             restore(seen, set())
 
 

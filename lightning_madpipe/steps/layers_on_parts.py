@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from deepspeed_partition.engine.runtime.first_failure import in_words
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state, random_state, torch_state
@@ -151,7 +152,7 @@ def layers_on_parts(
     found = OnParts()
     layers = [layer for _, layer in call.existing_modules()]
     functions = [_function_of(layer) for layer in call.layers]
-    names = {part: f"self.{name}" for name, part in module.named_modules() if name}
+    names = WeakIdKeyDictionary({part: f"self.{name}" for name, part in module.named_modules() if name})
     is_training = module.training and torch.is_grad_enabled()
     if is_cut:
         found.handed_over = _handed_over(module, call, functions, names, samples, device, dtype)
@@ -208,7 +209,7 @@ def _modules_of(layer: Any) -> list[nn.Module]:
     return [own] if isinstance(own, nn.Module) else []
 
 
-def _in_words(place: int, layer: Any, names: dict[nn.Module, str]) -> tuple[str, str]:
+def _in_words(place: int, layer: Any, names: Mapping[nn.Module, str]) -> tuple[str, str]:
     """The name of a layer, and that with its kind."""
     own = layer.module if isinstance(layer, TiedModule) else layer
     is_module = isinstance(own, nn.Module)
@@ -221,7 +222,7 @@ def _handed_over(
     module: nn.Module,
     call: PipelineCall,
     functions: Sequence[Callable[[Any], Any] | None],
-    names: dict[nn.Module, str],
+    names: Mapping[nn.Module, str],
     samples: FewSamples,
     device: torch.device,
     dtype: torch.dtype | None,
@@ -341,7 +342,7 @@ class _Chain:
         return _Chain((own_, first, second))
 
 
-def _embeddings_by_frequency(names: dict[nn.Module, str], call: PipelineCall) -> list[str]:
+def _embeddings_by_frequency(names: Mapping[nn.Module, str], call: PipelineCall) -> list[str]:
     """Embeddings whose gradient is divided by how often a number stands in what they are given."""
     parts = dict.fromkeys(part for _, layer in call.existing_modules() for part in layer.modules())
     return [
@@ -381,7 +382,7 @@ class _Look:
         self.needed_behind: tuple[bool, ...] = ()
         """Whether training needs the gradient of each output."""
         inside = [part for module in modules for part in module.modules()]
-        self._statistics = [part for part in inside if _has_statistics(part)]
+        self._statistics = WeakIdKeyDictionary({part: None for part in inside if _has_statistics(part)})
 
     def at(self, passed: Tensors, parts: _Parts | None) -> tuple[Tensors, _Parts | None]:
         """Look at the layer; return what the next one gets, and that for parts, or None where it is not known."""

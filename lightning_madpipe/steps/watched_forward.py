@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from deepspeed_partition.capture.draws import Draws
 from deepspeed_partition.capture.source_lines import model_line
@@ -114,7 +115,8 @@ class WatchedForward(TorchFunctionMode):
         """Generators of its own that ``forward`` gives torch, and where they were."""
         self.drawn: dict[str, None] = {}
         """The generators of Python and NumPy, and iterators, that ``forward`` draws from, with the line."""
-        self._anchors, self._foreign = anchors, foreign
+        self._anchors = anchors
+        self._foreign = WeakIdKeyDictionary(dict(foreign))  # a metric has another hash after each call
         self.calls: list[LayerCall] = []
         self.done: list[str] = []
         self._depth = self._foreign_depth = 0

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torchmetrics import MeanMetric
 
 from deepspeed_partition.generators import generator_state
 from lightning_madpipe.compat.elsewhere import Elsewhere
@@ -39,7 +40,7 @@ class Net(pl.LightningModule):
         self.old = nn.utils.weight_norm(nn.Linear(6, 6))
         self.new = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
         self.counts, self.seen = 0, []
-        self.own = Noise()
+        self.own, self.mean = Noise(), MeanMetric()
         self.turns, self.rng = itertools.cycle([1, 0]), random.Random(0)
 
 
@@ -340,6 +341,10 @@ SAME: dict[str, tuple[Callable[..., Any], Callable[[Any], list[Any]]]] = {
     ),
     "defaults": (lambda m, x: m.c(m.two(m.a(x), None, scale=1.0)), lambda m: [m.a, m.two, m.c]),
     "traces": (traced, names("a b c")),
+    "a metric that counts": (
+        lambda m, x: (m.mean(x.detach().mean()), m.mean(1.0), m.c(m.b(m.a(x))))[2],
+        names("a b c"),
+    ),
 }
 
 SAID = {
@@ -349,6 +354,7 @@ SAID = {
     "a seed": "draws from torch before ",
     "an own generator that nobody needs": "draws from torch (rand) at ",
     "traces": "calls self.log(), sets self.",
+    "a metric that counts": "sets self.mean.",
 }
 """What is said although nothing differs."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torchmetrics import MeanMetric
 
 from lightning_madpipe.compat.elsewhere import HiddenTensors
 from lightning_madpipe.steps.call_state import LayerAttributes
@@ -70,6 +71,17 @@ def test_what_a_step_sets_is_found_and_undone(step: str) -> None:
         assert isinstance(layer.factor, nn.Parameter)
     else:
         assert vars(layer).keys() == kept.keys() and all(vars(layer)[name] == kept[name] for name in kept)
+
+
+def test_a_metric_in_a_layer_is_the_same_after_it_has_counted() -> None:
+    """Its hash is another one then: a bare KeyError."""
+    layer = Layer()
+    layer.metric = MeanMetric()
+    with LayerAttributes({part: path for path, part in layer.named_modules()}).noted() as noted:
+        layer.metric.update(1.0)
+        assert {change.place.owner for change in noted.changes()} == {"metric"}
+        noted.undo()
+    assert layer.metric.weight == 0
 
 
 def test_what_stands_for_forward_is_no_change_of_the_step() -> None:

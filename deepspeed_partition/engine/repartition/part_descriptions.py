@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy
 import torch
 from deepspeed.accelerator import get_accelerator
 from numpy.random import MT19937, PCG64, PCG64DXSM, SFC64, Philox
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from deepspeed_partition.engine.pipeline.parts import (
     LOSS,
@@ -168,7 +168,7 @@ def only_what_changed(part: Part, there: PartInfo, built: nn.Module | None = Non
     return replace(there, attributes=changed)
 
 
-_FIRST: WeakKeyDictionary[nn.Module, dict[str, bytes]] = WeakKeyDictionary()
+_FIRST = WeakIdKeyDictionary()  # a module's own hash may depend on what it holds, as a metric's does
 """What modules that a program has built had before they first ran here: their attributes, by fingerprints."""
 
 
