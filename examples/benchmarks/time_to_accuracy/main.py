@@ -52,7 +52,7 @@ RULES = ("flush", "none", "stashing", "2bw", "vertical-sync")
 LAYERS_PER_RANK = 2
 MICRO_BATCHES = 4
 """Micro-batches of an update: with so few the pipeline is empty for nearly half of a step that drains."""
-FORWARD_SECONDS, BACKWARD_SECONDS = 0.005, 0.01
+FORWARD_SECONDS, BACKWARD_SECONDS = 0.01, 0.02
 """What a layer sleeps, beside what it computes, where seconds are measured."""
 UPDATES_PER_RUN = 10
 """Updates between two rests where seconds are measured, and of which the first ones fill the pipeline."""
@@ -260,7 +260,7 @@ def updates_to_target(task: Task, rule: str, seed: int) -> int | None:
     return met
 
 
-def seconds_per_update(task: Task, rounds: int) -> dict[str, tuple[float, float]]:
+def seconds_per_update(task: Task, rounds: int) -> dict[str, list[float]]:
     """Return for each rule the seconds of an update in the run and of coming to rest, the median of the rounds."""
     engines = {rule: engine_for(task, rule, 0, (FORWARD_SECONDS, BACKWARD_SECONDS)) for rule in RULES}
     data = {rule: task.micro_batches(0) for rule in RULES}
@@ -278,32 +278,70 @@ def seconds_per_update(task: Task, rounds: int) -> dict[str, tuple[float, float]
                 rested = time.perf_counter() - trained
                 found[rule].append(((trained - began) / UPDATES_PER_RUN, rested))
     medians = {
-        rule: tuple(statistics.median(column) for column in zip(*rows, strict=True))
-        for rule, rows in found.items()
+        rule: [statistics.median(column) for column in zip(*rows, strict=True)] for rule, rows in found.items()
     }
     for engine in engines.values():
         engine.destroy()
     return from_rank_0(lambda: medians)
 
 
-def measured(name: str, seeds: int, rounds: int) -> list[dict[str, Any]]:
+class Found:
+    """Lines of what was found, in a file where there is one: what is there is not run again.
+
+    Args:
+        path: of the file, which rank 0 reads and writes; None: nothing is kept.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path if dist.get_rank() == 0 else None
+        text = from_rank_0(lambda: path.read_text() if path is not None and path.exists() else "")
+        self.lines: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
+        if not self.lines:
+            self._add({"environment": environment()})
+
+    def get(self, key: dict[str, Any], compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the line that begins with ``key``, computed now where it is not there."""
+        for line in self.lines:
+            if key.items() <= line.items():
+                return line
+        found = key | compute()
+        tell(json.dumps(found))
+        self._add(found)
+        return found
+
+    def _add(self, line: dict[str, Any]) -> None:
+        self.lines.append(line)
+        if self._path is not None:
+            self._path.parent.mkdir(exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def rows_of(name: str, seeds: int, rounds: int, found: Found) -> list[dict[str, Any]]:
+    """Return a row for each rule: updates of each seed, seconds of an update, seconds to the target."""
     task = TASKS[name]()
-    seconds = seconds_per_update(task, rounds)
+    seconds = found.get(
+        {"model": name, "layer_seconds": [FORWARD_SECONDS, BACKWARD_SECONDS]},
+        lambda: {"seconds_of_update_and_rest": seconds_per_update(task, rounds)},
+    )["seconds_of_update_and_rest"]
+    updates: dict[str, list[int | None]] = {rule: [] for rule in RULES}
+    for seed in range(seeds):  # so that what is there after an end in the middle is of whole seeds
+        for rule in RULES:
+            key = {"model": name, "target": task.target, "weight_versions": rule, "seed": seed}
+            line = found.get(key, lambda rule=rule, seed=seed: {"updates": updates_to_target(task, rule, seed)})
+            updates[rule].append(line["updates"])
     rows = []
     for rule in RULES:
-        updates = [updates_to_target(task, rule, seed) for seed in range(seeds)]
-        tell(f"{name}, {rule}: {updates} updates, {seconds[rule][0]:.3f} s each")
-        met = [each for each in updates if each is not None]
+        met = [each for each in updates[rule] if each is not None]
         per_update, per_rest = seconds[rule]
         to_target = None
-        if len(met) == seeds:
+        if seeds and len(met) == seeds:
             typical = statistics.median(met)
             rests = typical / task.updates_per_epoch if task.test is not None else 1
             to_target = typical * per_update + rests * per_rest
         rows.append({
-            "model": name, "weight_versions": rule, "ranks": dist.get_world_size(), "micro_batches": MICRO_BATCHES,
-            "target": task.target, "updates": updates, "update_seconds": per_update, "rest_seconds": per_rest,
-            "target_seconds": to_target,
+            "model": name, "weight_versions": rule, "updates": updates[rule], "update_seconds": per_update,
+            "rest_seconds": per_rest, "target_seconds": to_target,
         })  # fmt: skip
     return rows
 
@@ -333,20 +371,22 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(TASKS), choices=list(TASKS))
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of the measured seconds")
-    parser.add_argument("--save", action="store_true", help="write the rows to results/")
+    parser.add_argument("--seeds", type=int, default=5, help="0: the seconds of an update alone")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of the measured seconds")
+    parser.add_argument(
+        "--save", action="store_true",
+        help="write each line to results/ as it is found; a later run of the month does what is not there",
+    )  # fmt: skip
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     import deepspeed
 
     deepspeed.init_distributed()
-    rows = [row for name in arguments.models for row in measured(name, arguments.seeds, arguments.rounds)]
+    path = Path(__file__).parent / "results" / f"{dist.get_world_size()}_ranks_{date.today():%Y%m}.jsonl"
+    found = Found(path if arguments.save else None)
+    rows = [row for name in arguments.models for row in rows_of(name, arguments.seeds, arguments.rounds, found)]
     if dist.get_rank() == 0:
         show(rows)
-        if arguments.save:
-            path = Path(__file__).parent / "results" / f"{dist.get_world_size()}_ranks_{date.today():%Y%m}.json"
-            path.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
     dist.barrier()
     dist.destroy_process_group()
 
