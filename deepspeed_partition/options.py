@@ -67,10 +67,11 @@ class Options:
     split_backward: bool = False
     """True: a plan that the run makes may have backwards in two halves: the gradient of the input, sent on at
     once, and those of the weights later. To measure them, layers then run one by one before it is made."""
-    weight_versions: str = FLUSH
+    weight_versions: str | None = None
     """What becomes of the weights: ``"flush"``, the pipeline drains before each update. Otherwise it never drains,
     and a stage keeps versions of its weights: ``"stashing"`` for each micro-batch that needs one, ``"2bw"`` two,
-    ``"vertical-sync"`` one for each micro-batch along the whole pipeline."""
+    ``"vertical-sync"`` one for each micro-batch along the whole pipeline. None: as a plan says that is given, else
+    ``"flush"``."""
     shard_weights: bool = False
     """True: of the stages of a device each of several pipelines stores its share: weights, gradients and states of
     the optimizer. The other ones are fetched ahead of use and dropped (FSLPP). With a plan that is given, in fp32,
@@ -121,7 +122,8 @@ class Options:
                 raise ValueError(f"madpipe option {key!r} is {shown(value)}: it is true or false")
         for key, check in (("recompute", checked_mode), ("weight_versions", checked_weight_versions)):
             try:
-                check(getattr(self, key))
+                if getattr(self, key) is not None:
+                    check(getattr(self, key))
             except ValueError as error:
                 raise ValueError(f"madpipe option {key!r}: {error}") from None
         if self.replan not in REPLAN:
@@ -132,7 +134,7 @@ class Options:
                 "madpipe option 'replan' needs layers that this run has measured, and with the option 'plan' it "
                 "measures none: leave one of the two out"
             )
-        if self.replan == WHEN_SLOW and self.weight_versions != FLUSH:
+        if self.replan == WHEN_SLOW and self.weight_versions not in (None, FLUSH):
             raise ValueError(
                 "madpipe option 'replan' is for plans that drain, and weight_versions is "
                 f"{self.weight_versions!r}: leave one of the two out"

@@ -23,7 +23,12 @@ from deepspeed_partition.engine.checkpoint.checkpoint_engine import Found, Resum
 from deepspeed_partition.engine.pipeline.batch_programs import program_of
 from deepspeed_partition.engine.pipeline.before_step import BeforeStep, Buffers
 from deepspeed_partition.engine.pipeline.carried_types import why_types_are_not_carried
-from deepspeed_partition.engine.pipeline.endless_training import EndlessTraining, why_not_endless
+from deepspeed_partition.engine.pipeline.endless_conditions import (
+    announce_endless,
+    check_versions,
+    why_not_endless,
+)
+from deepspeed_partition.engine.pipeline.endless_training import EndlessTraining
 from deepspeed_partition.engine.pipeline.module import (
     Cut,
     asks_for_plan,
@@ -34,6 +39,7 @@ from deepspeed_partition.engine.pipeline.module import (
     load_plan,
     why_deepspeeds_schedule,
 )
+from deepspeed_partition.engine.pipeline.old_weights import tell_reads_of_optimizer
 from deepspeed_partition.engine.pipeline.optimizers_in_parts import (
     StepOfUser,
     refuse_ranks_without_parameters,
@@ -76,14 +82,6 @@ from deepspeed_partition.planner.weight_versions import FLUSH, TWO_VERSIONS
 from deepspeed_partition.schedule.endless import lower_endless
 from deepspeed_partition.schedule.instructions import Compute, Instruction
 
-CLIPS_BY_ALL = (
-    "weight_versions '2bw' clips by the norm of all stages, as a step that drains: updates come later for it, and "
-    "a rank has gradients of two batches meanwhile, one more than planned"
-)
-CLIPS_BY_OWN = (
-    "weight_versions {mode!r} clips by the norm of each rank's own gradients, for that of all would let stages "
-    "wait for one another: training then depends on the cut; '2bw' clips by the norm of all"
-)
 MONITORED_STEPS = 10
 """Steps between two writings of figures to DeepSpeed's monitor, where ``steps_per_print`` says nothing."""
 
@@ -132,6 +130,8 @@ class MadPipeEngine(ResumingEngine):
     _endless: EndlessTraining | None = None
     """Training without a drain between batches, once it has begun on the present cut."""
     _mode_for_benchmarks: str | None = None
+    _tells_reads = False
+    """Whether the optimizer says where its state is read while the pipeline goes on."""
     options: Options
     """The options that a host has given; else those of ``pipeline.madpipe`` in the configuration."""
 
@@ -182,9 +182,9 @@ class MadPipeEngine(ResumingEngine):
                 "shard_weights: layers move when this run has made its plan, and weights that are shared out do "
                 "not: give it the plan of an earlier run (option plan), or boundaries"
             )
-        if self.options.weight_versions != FLUSH:
+        if self.weight_versions != FLUSH:
             raise ValueError(
-                f"shard_weights: a rank with weight_versions {self.options.weight_versions!r} keeps versions of "
+                f"shard_weights: a rank with weight_versions {self.weight_versions!r} keeps versions of "
                 "all its weights: leave one of both out"
             )
         self.sharded = ShardedStages(self)
@@ -379,6 +379,8 @@ class MadPipeEngine(ResumingEngine):
     def _check(self, plan: Plan) -> None:
         reason = self.reason_for_deepspeeds_schedule()
         check_plan(plan, self.module._num_layers, self.num_stages, one_stage_each=reason)
+        if self.basic_optimizer is not None and self._mode_for_benchmarks is None:
+            check_versions(plan, self.options.weight_versions, self.micro_batches)
         if reason is None:
             program_of(plan, self.num_stages, self.micro_batches, trains=True)
 
@@ -434,7 +436,10 @@ class MadPipeEngine(ResumingEngine):
         """Run ``cut``, whose layers are in their places."""
         if cut.is_of_a_run:
             cut = replace(cut, planned_by=planned_by(self))
+        before = self.weight_versions
         self.module.madpipe_cut, self.plan = cut, cut.plan
+        if self.weight_versions != before:
+            announce(f"weight_versions is {self.weight_versions!r} now, as the plan says, and was {before!r}")
         self._pending.settle()
         self.most_in_flight = None
         self._endless = None
@@ -475,7 +480,7 @@ class MadPipeEngine(ResumingEngine):
         """
         if self.step_watch is not None:
             return
-        never_drains = self.options.weight_versions != FLUSH
+        never_drains = self.weight_versions != FLUSH
         if not self.runs_lists or never_drains:
             runs = "a pipeline that never drains" if never_drains else "DeepSpeed's own schedule"
             announce(f"{runs} runs here: its steps are not timed, for loggers or for replan")
@@ -526,8 +531,7 @@ class MadPipeEngine(ResumingEngine):
         """What becomes of the weights: ``"flush"``, or a mode in which the pipeline never drains."""
         if self._mode_for_benchmarks is not None:
             return self._mode_for_benchmarks
-        asked = self.options.weight_versions
-        return self.plan.weight_versions if asked == FLUSH and self.plan is not None else asked
+        return self.plan.weight_versions if self.plan is not None else self.options.weight_versions or FLUSH
 
     def come_to_rest(self) -> None:
         """Bring the pipeline to rest, where it never drains by itself (``weight_versions``). Collective.
@@ -541,6 +545,7 @@ class MadPipeEngine(ResumingEngine):
         """
         if self._endless is not None:
             self._lockstep.check_that_it_goes_on()
+            self.module.has_old_weights = None
             self._endless.come_to_rest()
 
     def _begins_endless(self) -> bool:
@@ -570,8 +575,10 @@ class MadPipeEngine(ResumingEngine):
             )  # fmt: skip
             if self._recorder is not None:
                 announce("no timeline is saved: it is one of steps that drain, and this pipeline never does")
-            if clips:
-                announce(CLIPS_BY_ALL if two_versions else CLIPS_BY_OWN.format(mode=mode))
+            announce_endless(self, mode, program)
+            if not self._tells_reads:
+                self._tells_reads = True
+                tell_reads_of_optimizer(self)
             self._endless = EndlessTraining(self, mode, program, puts_off=two_versions and clips)
         return True
 
@@ -602,6 +609,8 @@ class MadPipeEngine(ResumingEngine):
         is_endless = self._begins_endless()
         before = BeforeStep(self) if self.runs_lists and not is_endless else None
         self._in_step = True
+        if is_endless:
+            self.module.has_old_weights = None
         try:
             with self._planned_peak.step(self.plan if self.runs_lists and not is_endless else None, self.stage_id):
                 return super().train_batch(data_iter)
@@ -612,6 +621,8 @@ class MadPipeEngine(ResumingEngine):
             raise
         finally:
             self._in_step = False
+            if self._endless is not None and self._endless.is_under_way and not self.module.has_told_old_weights:
+                self.module.has_old_weights = self.weight_versions
 
     @property
     def _planned_peak(self) -> PlannedPeak:

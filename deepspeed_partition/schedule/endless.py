@@ -118,6 +118,24 @@ class EndlessProgram:
             return max(0, micro_batch // self.num_micro_batches - 1)
         return self.newest(0 if mode == VERTICAL_SYNC else stage, micro_batch)
 
+    def most_held_together(self, mode: str, device: int) -> int:
+        """Return the most versions of its weights that a device holds at once, if its stages share them.
+
+        Then a version is let go when no stage of the device uses it any more. Where each stage has versions of its
+        own, it is ``WeightVersions.num_held``.
+        """
+        oldest = {stage: 0 for stage, each in enumerate(self.device_of_stage) if each == device}
+        num_batches = 2 * (1 + max(self._delays.values())) + self.batches_ahead + 2
+        run = EndlessRun(self, device, lambda number: number >= num_batches * self.num_micro_batches)
+        most = 1
+        for each in (*(each for _ in range(num_batches) for each in run.segment()), *run.rest()):
+            if isinstance(each, Compute) and each.kind == "B":
+                oldest[each.stage] = each.micro_batch + 1
+            elif isinstance(each, Update) and each.kind == "U":
+                needed = min(self.version(mode, stage, number) for stage, number in oldest.items())
+                most = max(most, each.batch + 2 - min(needed, each.batch + 1))
+        return most
+
     def restricted(self, end: int) -> Program:
         """Return the lists of micro-batches 0 to ``end`` - 1, from fill to drain, without updates."""
         lists = []

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,9 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from deepspeed_partition import Plan
+from deepspeed_partition.engine.runtime import environment
 from deepspeed_partition.engine.runtime.collectives import gather_objects
+from deepspeed_partition.planner.errors import PlanMismatchError
 from deepspeed_partition.schedule.instructions import Compute
 from tests.engine import plans
 from tests.engine.pipelines import WIDTH, Block, Whole, halving, loss_fn, mlp, tied
@@ -279,6 +282,7 @@ def schedules_and_clipping(_: Path) -> None:
 def weights_in_bf16_and_zero_1(_: Path) -> None:
     data = batches(6)
     in_bf16 = batches(6, dtype=torch.bfloat16)
+    numbers = 0
     zero = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
     for mode, config, clip in (
         ("stashing", {"bf16": {"enabled": True}}, 0.0),
@@ -289,12 +293,54 @@ def weights_in_bf16_and_zero_1(_: Path) -> None:
         for devices, cuts in maps()[::2]:
             make = OPTIMIZERS["adam"] if clip else OPTIMIZERS["momentum"]
             is_bf16 = "bf16" in config
-            engine = begin(plan_for(devices, cuts, mode), make, {**config, "gradient_clipping": clip})
-            items = mine(engine, in_bf16 if is_bf16 else data)
-            losses = [call(engine, items) for _ in data]
+            lines: list[str] = []
+            with patch.object(environment, "log_here", lambda line, *_, heard=lines: heard.append(line)):
+                engine = begin(plan_for(devices, cuts, mode), make, {**config, "gradient_clipping": clip})
+                items = mine(engine, in_bf16 if is_bf16 else data)
+                losses = [call(engine, items) for _ in data]
             expected = alone(engine, make, clip=clip, dtype=torch.bfloat16 if is_bf16 else torch.float32)
             wanted = [expected.train(batch) for batch in (in_bf16 if is_bf16 else data)]
             same(losses, wanted, digits=0.003 if is_bf16 else 1e-5)
+            program = engine._endless.program
+            together = [program.most_held_together(mode, device) for device in range(engine.num_stages)]
+            for stage in engine.module.own_stages:  # in flat buffers, which all stages of a rank share
+                assert engine._endless.weights_of(stage).most_held == together[engine.stage_id]
+            told = any("weights of all stages of a rank in one buffer" in line for line in lines)
+            held = [engine.plan.versions.num_held(stage) for stage in range(len(devices))]
+            beyond = any(together[device] > held[stage] for stage, device in enumerate(devices))
+            assert told == (beyond and engine.global_rank == 0), (mode, devices, together, held, lines)
+            numbers += beyond
+    assert numbers, "nothing was told"
+
+
+def reads_while_it_goes_on_are_said(_: Path) -> None:
+    """Once for an engine, on the rank that reads, and not at rest, nor of what the engine itself reads."""
+    data = batches(4)
+    for read, words in (
+        (lambda engine: list(engine.module.parameters()), "a parameter is read"),
+        (lambda engine: engine.module.state_dict(), "the state of the module is read"),
+        (lambda engine: engine.optimizer.state_dict(), "the state of the optimizer is read"),
+    ):
+        lines: list[str] = []
+        with patch.object(environment, "log_here", lambda line, *_, heard=lines: heard.append(line)):
+            engine = begin(plan_for(*maps()[0], "stashing"), OPTIMIZERS["sgd"])
+            read(engine)
+            items = mine(engine, data)
+            for _ in range(2):
+                call(engine, items)
+            engine.come_to_rest()
+            read(engine)
+            assert not [line for line in lines if "is read" in line]
+            call(engine, items)
+            if engine.global_rank == 1:
+                read(engine)
+                read(engine)
+            call(engine, items)
+            if engine.global_rank == 1:
+                read(engine)
+        told = [line for line in lines if "is read" in line]
+        assert len(told) == (engine.global_rank == 1), told
+        assert all(words in line and "engine.come_to_rest() on every rank" in line for line in told)
 
 
 def two_pipelines_without_a_drain(_: Path) -> None:
@@ -392,6 +438,19 @@ def what_asynchronous_training_refuses(_: Path) -> None:
         ValueError, "'stashing' cannot be had here", "layers 0, 7 share weights", "leave weight_versions out"
     ):
         engine.train_batch(iter(batches(1, tokens=True)[0]))
+    madpipe = {"pipeline": {"madpipe": {"weight_versions": "2bw"}}}
+    for plan, config, words in (
+        (
+            plan_for(devices, cuts, "stashing"),
+            madpipe,
+            ("is for weight_versions 'stashing'", "weight_versions is '2bw'"),
+        ),
+        (plan_for(devices, cuts, "flush", 1), madpipe, ("is for weight_versions 'flush'", "leave the option out")),
+        (plan_for(devices, cuts, "stashing", 3), {}, ("num_micro_batches is 3", "of this run is 4")),
+        (plan_for(*maps()[2], "2bw", 1), {"gradient_accumulation_steps": 1}, ("two versions", "are enough for 2")),
+    ):
+        with raised(PlanMismatchError, *words):
+            begin(plan, sgd, config)
     data = batches(4)
     zero = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True, "gradient_clipping": 0.1}
     engine = begin(plan_for(devices, cuts, "2bw"), sgd, zero)
@@ -414,6 +473,7 @@ CASES = {
         forwards_and_backwards_use_the_same_weights,
         schedules_and_clipping,
         weights_in_bf16_and_zero_1,
+        reads_while_it_goes_on_are_said,
         errors_in_a_layer_end_all_ranks,
         data_that_ends_or_fails,
         what_asynchronous_training_refuses,

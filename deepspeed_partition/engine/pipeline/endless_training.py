@@ -23,14 +23,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.pipe.module import PipelineModule
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from deepspeed_partition.engine.pipeline.batch_attempt import Batch, Failure, raise_everywhere
 from deepspeed_partition.engine.pipeline.before_step import Buffers
 from deepspeed_partition.engine.pipeline.held_weights import (
-    CAN_KEEP_COUNTS,
     FlatGradients,
     Gradients,
     Settings,
@@ -545,46 +542,3 @@ def _trainable(module: Any, stage: int) -> list[nn.Parameter]:
         if part.name in held and first <= part.layers[0] < last:
             found.update({id(each): each for each in held[part.name].parameters() if each.requires_grad})
     return list(found.values())
-
-
-def why_not_endless(engine: Any) -> str | None:
-    """Why an engine cannot train without a drain between batches, and what to do; None where it can."""
-    module = engine.module
-    if not engine.runs_lists:
-        return f"DeepSpeed's own schedule runs here, because {engine.reason_for_deepspeeds_schedule()}"
-    if engine.plan is None:
-        return "it needs the pattern of a plan: give partition_method='madpipe', or a plan"
-    if not CAN_KEEP_COUNTS:
-        return "it needs torch 2.4 or newer"
-    if engine.data_ends_with_batch:
-        return (
-            "under Lightning each batch of data has an iterator and hooks of its own, and updates would come in "
-            "the call of a later one: train by DeepSpeed's train_batch"
-        )
-    if engine.flushes is not None:
-        return "the loss is that of a whole batch, so that each batch drains the pipeline"
-    stage_of = {
-        layer: number for number, stage in enumerate(module.allocation.stages) for layer in range(*stage.layers)
-    }
-    for part in all_that_moves(module):
-        if len({stage_of[layer] for layer in part.layers}) > 1:
-            layers = ", ".join(map(str, part.layers))
-            return (
-                f"layers {layers} share weights and are on different stages, which would have different versions"
-            )
-    if engine.fp16_enabled() or engine.torch_autocast_z0_gradscaler:
-        return "the scale of the loss in fp16 depends on the update before: use bf16 or fp32"
-    known = (BF16_Optimizer, DeepSpeedZeroOptimizer)
-    if engine.optimizer is not engine.basic_optimizer and not isinstance(engine.optimizer, known):
-        return f"{type(engine.optimizer).__name__} is not known to it: use fp32 or bf16, with ZeRO 0 or 1"
-    if engine.sharded is not None:
-        return "pipelines share out the weights of their stages (shard_weights), which have one version"
-    clips = engine.gradient_clipping() and engine.num_stages > 1
-    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) and clips and engine.weight_versions == TWO_VERSIONS:
-        return (
-            "'2bw' clips by the norm of all stages, for which updates come later, and ZeRO-1 has room for the "
-            "reduced gradients of one batch: set gradient_clipping to 0, or use bf16 without ZeRO or 'stashing'"
-        )
-    if type(module).get_additional_losses is not PipelineModule.get_additional_losses:
-        return "get_additional_losses() is of the batches that the last stage has run, which are several"
-    return None

@@ -26,6 +26,7 @@ from deepspeed_partition.engine.pipeline.beside_layers import (
     SharedThings,
     name_of,
 )
+from deepspeed_partition.engine.pipeline.old_weights import tell_old_weights
 from deepspeed_partition.engine.pipeline.recomputed_attributes import TwoRuns, tell_of_second_runs
 from deepspeed_partition.engine.pipeline.second_forward import SecondForward
 from deepspeed_partition.engine.pipeline.shared_weights import WAY_OUT, listed, places_of_repeated, why_not_apart
@@ -72,6 +73,9 @@ class StagesModule(deepspeed.pipe.PipelineModule):
     micro_batch = -1
     """The micro-batch that the active stage runs, counted from the begin of the batch."""
     _within: Within | None = None
+    has_old_weights: str | None = None
+    """Mode of a pipeline that goes on, where nobody was told yet that weights read now are not all updated."""
+    has_told_old_weights = False
     second_forward: SecondForward | None = None
     """While the active stage keeps nothing of a micro-batch but its input: what lets it run again."""
     halves: Halves | None = None
@@ -98,6 +102,18 @@ class StagesModule(deepspeed.pipe.PipelineModule):
         self.device_of_stage = [stage.device for stage in allocation.stages]
         self.own_stages = [stage for stage, device in enumerate(self.device_of_stage) if device == self.stage_id]
         self._set_bounds(*allocation.stages[self.own_stages[0]].layers)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of the stages of this rank, as ``nn.Module`` has them."""
+        if self.has_old_weights is not None:
+            tell_old_weights(self, "a parameter")
+        return super().named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The weights and buffers of the stages of this rank, as ``nn.Module`` has them."""
+        if self.has_old_weights is not None:
+            tell_old_weights(self, "the state of the module")
+        return super().state_dict(*args, **kwargs)
 
     def stage_owner(self, layer_idx: int) -> int:
         """The pipeline rank that runs a layer."""

@@ -11,12 +11,14 @@ import torch
 
 from deepspeed_partition.engine.checkpoint.checkpoint_engine import Found
 from deepspeed_partition.engine.checkpoint.saved_cut import SavedCut
+from deepspeed_partition.engine.pipeline.endless_conditions import why_not_with
 from deepspeed_partition.engine.pipeline.module import Cut
 from deepspeed_partition.engine.pipeline.stages import allocation_in_words, allocation_of, owner
 from deepspeed_partition.engine.repartition.layer_moves import check_that_layers_can_move
 from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.planner.errors import InfeasibleError, PlanMismatchError
 from deepspeed_partition.planner.units import counted, format_seconds
+from deepspeed_partition.planner.weight_versions import FLUSH
 
 if TYPE_CHECKING:
     from deepspeed_partition.engine.engine import MadPipeEngine
@@ -180,7 +182,9 @@ class PendingPlan:
             raise
         if warm_up is not None and saved is not None and engine.global_steps:
             warm_up.ran_at = saved.allocation
-        plans_anew = saved is not None and saved.num_ranks != engine.num_stages
+        plans_anew = saved is not None and (
+            saved.num_ranks != engine.num_stages or self._why_not_versions_of(saved) is not None
+        )
         if asked_for_plan and engine.plan is None and (warm_up is not None or not engine.global_steps):
             # Written before a plan was made: the warm-up goes on, where there is one.
             self._wait_anew(warm_up)
@@ -199,6 +203,13 @@ class PendingPlan:
         if warm_up is not None:
             warm_up.limit_depth()
 
+    def _why_not_versions_of(self, saved: SavedCut) -> str | None:
+        """Why this run cannot go on with the plan of a checkpoint, in its versions of the weights."""
+        asked = self._engine.options.weight_versions
+        if saved.plan is not None:
+            return why_not_with(saved.plan, asked, self._engine.micro_batches)
+        return None if asked in (None, FLUSH) else f"there is no plan, and weight_versions {asked!r} needs one"
+
     def _adopt_cut_of(self, found: Found, saved: SavedCut, *, whole: bool) -> None:
         """Take over the cut of a checkpoint where this run waits for a plan.
 
@@ -213,10 +224,14 @@ class PendingPlan:
                 f"{module._num_layers}: it is of another model"
             )
         same_cut, cut_here = found.is_at_cut_of(module), allocation_in_words(allocation_of(module))
+        of_versions = self._why_not_versions_of(saved)
+        takes = as_many and self.is_pending and of_versions is None
+        if as_many and self.is_pending and not takes:
+            announce(f"in the checkpoint {of_versions}; this run makes a plan of its own")
         cut_there = allocation_in_words(saved.allocation)
-        if as_many and same_cut and self.is_pending:
+        if takes and same_cut:
             engine.adopt(Cut("boundaries" if saved.plan is None else "plan", saved.plan, is_of_a_run=True))
-        elif as_many and self.is_pending:
+        elif takes:
             announce(f"the checkpoint was written at the cut {cut_there}: the layers move to it")
             if saved.plan is None:
                 engine.recut(saved.boundaries)

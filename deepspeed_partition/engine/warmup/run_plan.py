@@ -235,7 +235,7 @@ def _weight_versions(engine: MadPipeEngine) -> str:
     Raises:
         ValueError: the user asks for a pipeline that never drains, and it cannot run.
     """
-    mode, why = engine.options.weight_versions, None
+    mode, why = engine.options.weight_versions or FLUSH, None
     if mode == FLUSH:
         return mode
     if not engine.runs_lists:
@@ -658,7 +658,7 @@ def _platform(
         bandwidth=options.bandwidth or min(measured, default=ANY_BANDWIDTH),
         latency_seconds=link.latency_seconds if latency is None else latency,
         # Where the pipeline never drains, two versions of the weights are among them.
-        weight_copies=options.weight_copies or kept / weights + (options.weight_versions != FLUSH),
+        weight_copies=options.weight_copies or kept / weights + (options.weight_versions not in (None, FLUSH)),
         optimizer_step="sum" if any(each.at_once for each in needs) else "largest",
         fixed_bytes=header_bytes() if needs and options.weight_copies is None else 0,
         duplex=options.duplex or link.duplex,
