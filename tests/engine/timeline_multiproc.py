@@ -25,7 +25,11 @@ from deepspeed_partition.planner.report.timeline import MeasuredTimeline, TimedO
 from tests.engine import step_watch_cases
 from tests.engine.any_plan_multiproc import begin, plan_for
 from tests.engine.harness import run_cases
-from tests.engine.memory_cases import a_peak_above_the_plan_is_said_once, no_more_bytes_than_planned
+from tests.engine.memory_cases import (
+    a_peak_above_the_plan_is_said_once,
+    no_more_bytes_than_planned,
+    no_more_bytes_than_planned_without_a_drain,
+)
 from tests.engine.pipelines import mlp
 from tests.engine.running import NUM_MICRO_BATCHES, batches, mine, raised, recomputes_on_a_cpu, start, train
 from tests.engine.step_watch_cases import (
@@ -252,6 +256,7 @@ CASES = [
     there_is_no_timeline_without_a_plan,
     a_timeline_that_cannot_be_written,
     no_more_bytes_than_planned,
+    no_more_bytes_than_planned_without_a_drain,
     a_peak_above_the_plan_is_said_once,
     figures_are_those_of_the_timeline,
     a_monitor_gets_figures_and_who_has_none_pays_nothing,
