@@ -5,6 +5,7 @@ The packages are imported once, and each run is a job of processes that are fork
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -17,9 +18,12 @@ import torch
 from deepspeed_partition.engine.checkpoint import atomic_folders, checkpoint_engine
 from deepspeed_partition.engine.repartition import layer_moves, optimizer_state
 from deepspeed_partition.engine.warmup import run_plan
+from deepspeed_partition.schedule.endless import lower_endless
 from tests.deaths import kill, kill_before, run_deaths
+from tests.engine.asynchronous_cases import Delayed, begin, call, plan_for
+from tests.engine.delayed_updates import flush
 from tests.engine.pipelines import mlp, train_alone
-from tests.engine.running import batches, planned, start, train
+from tests.engine.running import NUM_MICRO_BATCHES, batches, mine, planned, start, train
 from tests.engine.training_state_multiproc import OPTIMIZERS, warm_up
 
 NUM_STEPS = 6
@@ -45,6 +49,9 @@ class Death(NamedTuple):
     """Of the run that goes on."""
     warms_up: bool = False
     """The run plans by itself and moves then; else its layers are moved to boundaries."""
+    modes: tuple[str, str] | None = None
+    """What ``weight_versions`` is in the plan of the run that dies, and of the one that goes on, where nothing
+    moves; both are given. None: the pipeline drains."""
 
 
 DEATHS = {
@@ -67,13 +74,24 @@ DEATHS = {
         0, (atomic_folders.shutil, "rmtree", "*/.same.removed"), 4, tag="same", num_processes=2
     ),
     "before_the_latest_is_named": Death(0, (checkpoint_engine.files, "write_text", "*/latest"), 2),
-}
+    # While batches are in flight, with other modes, or the same, in the run that goes on.
+    **{
+        f"{mode}_then_{other}": Death(1, None, 2, num_processes=2, modes=(mode, other))
+        for mode, other in (
+            ("stashing", "stashing"), ("2bw", "2bw"), ("vertical-sync", "vertical-sync"),
+            ("2bw", "flush"), ("flush", "stashing"),
+        )
+    },
+}  # fmt: skip
 
 
 def script(folder: Path, out: Path, death: Death, kills: bool, rank: int) -> None:
     """What a user writes: the same for the run that is killed and for the next one."""
     torch.set_num_threads(1)
     deepspeed.init_distributed()
+    if death.modes is not None:
+        without_a_drain(folder, out, death, kills, rank)
+        return
     num_stages = int(os.environ["WORLD_SIZE"])
     config: dict[str, Any] = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
     cut: Any = CUT if num_stages == 2 else [0, 8]
@@ -100,6 +118,39 @@ def script(folder: Path, out: Path, death: Death, kills: bool, rank: int) -> Non
     if rank == 0:
         ended = {"losses": losses, "had_plan": had_plan, "has_plan": engine.plan is not None}
         out.write_text(json.dumps({**ended, "cut": engine.module.parts}))
+
+
+def without_a_drain(folder: Path, out: Path, death: Death, kills: bool, rank: int) -> None:
+    """Updates come in the call of a later batch, and checkpoints bring the pipeline to rest."""
+    assert death.modes is not None
+    plans = [plan_for((0, 1), CUT, mode) for mode in death.modes]
+    engine = begin(plans[0 if kills else 1], OPTIMIZERS["AdamW"], lr_scheduler=warm_up)
+    engine.load_checkpoint(str(folder))
+    losses: dict[int, float] = {}
+    data = batches(NUM_STEPS)
+    items = mine(engine, data[engine.global_steps :])
+    while engine.global_steps < NUM_STEPS:
+        step = engine.global_steps
+        if kills and (death.rank, death.step) == (rank, step):
+            engine.before_optimizer_step = kill
+        losses[step] = call(engine, items)
+        if engine.global_steps % SAVED_EVERY == 0:
+            assert engine._endless is None or engine._endless.is_under_way or step + 1 == NUM_STEPS
+            engine.save_checkpoint(str(folder))
+    if rank == 0:
+        alone = Delayed(OPTIMIZERS["AdamW"], flush(NUM_MICRO_BATCHES), plans[0], make_scheduler=warm_up)
+        expected = []
+        for step, batch in enumerate(data):
+            if step % SAVED_EVERY == 0:
+                mode = death.modes[step >= death.resumes_at]
+                alone.version = flush(NUM_MICRO_BATCHES)
+                if mode != "flush":
+                    program = lower_endless(plans[0], NUM_MICRO_BATCHES, two_versions=mode == "2bw")
+                    alone.version = functools.partial(program.version, mode)
+                alone.rest()
+            expected.append(alone.train(batch))
+        mode = engine.weight_versions
+        out.write_text(json.dumps({"losses": losses, "expected": expected, "mode": mode}))
 
 
 def unbroken(out: Path, _: int) -> None:

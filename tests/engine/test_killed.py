@@ -99,6 +99,10 @@ def test_the_next_run_goes_on_from_the_last_complete_checkpoint(outcomes, name):
     death, (killed, resumed, after) = DEATHS[name], outcomes[name]
     check_ends(death, killed, resumed, after)
     assert list(after["losses"]) == [str(step) for step in range(death.resumes_at, NUM_STEPS)]
+    if death.modes is not None:
+        assert after["mode"] == death.modes[1]
+        same(list(after["losses"].values()), after["expected"][death.resumes_at :])
+        return
     same(list(after["losses"].values()), outcomes["expected"][death.resumes_at :])
     # A plan comes with the checkpoint to as many ranks; else the warm-up goes on, or the plan is made at once.
     saved_with_plan = death.warms_up and death.resumes_at > MOVES_AT
