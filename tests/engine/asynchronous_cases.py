@@ -379,6 +379,43 @@ def two_pipelines_without_a_drain(_: Path) -> None:
         same_weights(engine, expected)
 
 
+def a_run_that_asks_for_another_mode_than_its_checkpoint_plans_anew(folder: Path) -> None:
+    """With the weights of the checkpoint, and says why; one that asks for none goes on in the mode of that."""
+    data, make, where = batches(5), OPTIMIZERS["momentum"], str(folder)
+    engine = begin(plan_for(*maps()[0], "stashing"), make)
+    items = mine(engine, data)
+    for _ in range(2):
+        call(engine, items)
+    engine.save_checkpoint(where)
+    for asked, mode in (("2bw", "2bw"), (None, "stashing")):
+        options = {} if asked is None else {"weight_versions": asked}
+        config = {"gradient_clipping": 0.0, "pipeline": {"madpipe": {"algorithm": maps()[0][1], **options}}}
+        lines: list[str] = []
+        with patch.object(environment, "log_here", lambda line, *_, heard=lines: heard.append(line)):
+            again, _, _ = start(mlp(), "madpipe", config, optimizer=make)
+            again.load_checkpoint(where)
+            assert again.global_steps == 2 and (again.plan is None) == (asked is not None)
+            items = mine(again, data[2:])
+            losses = [call(again, items) for _ in range(2)]
+            again.come_to_rest()  # what forwards ran ahead on comes again, also behind what was measured
+            losses += [call(again, items)]
+        assert again.weight_versions == again.plan.weight_versions == mode and again.global_steps == 5
+        said = " ".join(lines)
+        if again.global_rank == 0:
+            assert ("the option weight_versions is '2bw'" in said) == (asked is not None), said
+            assert ("makes a plan of its own" in said) == (asked is not None), said
+            assert ("weight_versions is 'stashing' now, as the plan says" in said) == (asked is None), said
+        expected = Delayed(make, engine._endless.program.version, engine.plan)
+        expected.version = functools.partial(engine._endless.program.version, "stashing")
+        for batch in data[:2]:
+            expected.train(batch)
+        expected.rest()
+        expected.version = functools.partial(again._endless.program.version, mode)
+        wanted = [expected.train(batch) for batch in data[2:4]]
+        expected.rest()
+        same(losses, [*wanted, expected.train(data[4])])
+
+
 class FailsAt(nn.Module):
     """Raises in the forward of one micro-batch."""
 
@@ -487,6 +524,7 @@ CASES = {
         schedules_and_clipping,
         weights_in_bf16_and_zero_1,
         reads_while_it_goes_on_are_said,
+        a_run_that_asks_for_another_mode_than_its_checkpoint_plans_anew,
         errors_in_a_layer_end_all_ranks,
         data_that_ends_or_fails,
         what_asynchronous_training_refuses,

@@ -157,11 +157,11 @@ class BatchData:
         Args:
             error: what reading behind them was answered with; it will be again. None: nothing.
         """
-        self._put_back = self._iterator(), deque(items), error
+        self._put_back = source_of(self._iterator()), deque(items), error
 
     def _read_next(self) -> Any:
-        iterator, items, error = self._put_back
-        if iterator is None or iterator is not self._iterator():
+        source, items, error = self._put_back
+        if source is None or source is not source_of(self._iterator()):
             return self._read_next_of_iterator()
         if items:
             return items.popleft()

@@ -26,6 +26,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import nn
 
 from deepspeed_partition.engine.pipeline.batch_attempt import Batch, Failure, raise_everywhere
+from deepspeed_partition.engine.pipeline.batch_state import source_of
 from deepspeed_partition.engine.pipeline.before_step import Buffers
 from deepspeed_partition.engine.pipeline.held_weights import (
     FlatGradients,
@@ -160,7 +161,8 @@ class EndlessTraining:
         self._run = EndlessRun(program, engine.stage_id, self._is_over)
         self.num_trained, self._end = 0, None
         self._reads = engine.is_first_stage() or engine.is_last_stage()
-        self._iterator = engine.data_iterator
+        self._source = source_of(engine.data_iterator)
+        """The program's iterator, of which the engine may have one that gives again what was measured."""
         self._items: dict[int, Any] = {}
         """Micro-batches of this batch and later ones, which may have to come again."""
         self._error_of_data: Exception | None = None
@@ -247,10 +249,10 @@ class EndlessTraining:
         engine, data = self._engine, self._engine.batch_data
         if not self._reads:
             return UNLIMITED
-        if engine.data_iterator is not self._iterator:
+        if source_of(engine.data_iterator) is not self._source:
             if self._items and any(number >= batch * self._per_batch for number in self._items):
                 self._attempt.fail(RuntimeError(ANOTHER_ITERATOR), "the reading of data")
-            self._iterator = engine.data_iterator
+            self._source = source_of(engine.data_iterator)
         wanted = (batch + self._num_read_ahead + 1) * self._per_batch
         while data.num_read < wanted and self._error_of_data is None:
             number = data.num_read
