@@ -124,9 +124,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         split_backward: Whether a plan that the run makes may have backwards in two halves, the gradient of the
             input, sent on at once, and those of the weights later; left out, no.
         weight_versions: What becomes of the weights: ``"flush"``, the pipeline drains before each optimizer step.
-            Otherwise it never drains, and micro-batches use older versions of the weights: ``"stashing"``, the
-            newest that their stage has when they come; ``"2bw"``, those before the last step; ``"vertical-sync"``,
-            on all stages what the first one used. None: ``"flush"``.
+            Other modes, in which it never drains, are refused here: they train under DeepSpeed.
         replan: ``"when_slow"``: where a rank becomes slow, by another job on its device or by heat, the plan is
             made again for the speeds that ranks have then, and layers move; left out, ``"never"``.
         time_limit_seconds: For planning.
