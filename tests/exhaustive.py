@@ -1,6 +1,6 @@
 """What runs with ``--exhaustive`` alone: one of many of a kind, each of which has others that always run.
 
-    python -m pytest               an eighth of the random seeds, the smaller of two jobs, not what is named here
+    python -m pytest               a quarter of the random seeds, the smaller of two jobs, not what is named here
     python -m pytest --exhaustive  everything
 
 Workers of several processes run only what the chosen tests name (``choice.py``), so that this saves the work.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "MADPIPE_EXHAUSTIVE"
 """The environment variable that tells modules of tests, and the processes that they start."""
-ONE_SEED_IN = 8
+ONE_SEED_IN = 4
 
 NAMED: dict[str, Sequence[str]] = {
     "engine/test_any_plan.py": [
@@ -254,7 +254,7 @@ def is_exhaustive() -> bool:
 
 
 def some(most: int) -> int:
-    """``most``, or an eighth of it: how many random cases a test makes for itself."""
+    """``most``, or a quarter of it: how many random cases a test makes for itself."""
     return most if is_exhaustive() else max(1, most // ONE_SEED_IN)
 
 
