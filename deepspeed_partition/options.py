@@ -122,7 +122,7 @@ class Options:
                 raise ValueError(f"madpipe option {key!r} is {shown(value)}: it is true or false")
         for key, check in (("recompute", checked_mode), ("weight_versions", checked_weight_versions)):
             try:
-                if getattr(self, key) is not None:
+                if key != "weight_versions" or self.weight_versions is not None:
                     check(getattr(self, key))
             except ValueError as error:
                 raise ValueError(f"madpipe option {key!r}: {error}") from None

@@ -169,7 +169,7 @@ def test_options_go_before_what_was_measured_of_links():
     assert shared(link, duplex="half", port_bandwidth="1GB/s", devices_per_port=4) == ("half", 1e9, 4)
     assert shared(None) == ("half", None, 1)
     assert shared(None, duplex="full", port_bandwidth=5) == ("full", 5.0, 1)
-    for key, value in (("duplex", "both"), ("port_bandwidth", 0), ("devices_per_port", 0)):
+    for key, value in (("duplex", "both"), ("port_bandwidth", 0), ("devices_per_port", 0), ("recompute", None)):
         with pytest.raises(ValueError, match=key):
             Options(**{key: value})
 

@@ -129,3 +129,18 @@ def test_patterns_with_halves_begin_a_step_too(seed):
     assert replay(plan, made).violations == ()
     names = [name for order in plan.step.order for name in order]
     assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("least_gap", [None, 0.5])
+def test_halves_of_orders_that_have_halves_come_once(least_gap):
+    """Red if second halves that orders have, those of a pattern, stood beside the ones that are put in."""
+    made, platform = identical(2, 2, 1, 2)
+    halves = {"backward_input_seconds": 1.0, "backward_weight_seconds": 1.0}
+    made = replace(made, layers=tuple(replace(layer, **halves) for layer in made.layers))
+    problem = replace(problem_of(made, platform, 2), splits_backward=True)
+    road = StepRoad(problem, Placement.contiguous((0, 1, 2)))
+    orders = tuple(tuple((kind, number) for number in range(2) for kind in "FB") for _ in range(2))
+    once = micro_batch_step._in_halves(road, orders, None)
+    again = micro_batch_step._in_halves(road, once, least_gap)
+    assert [sorted(order) for order in again] == [sorted(order) for order in once]
+    assert [sorted(order) for order in once] == [[(kind, number) for kind in "FIW" for number in range(2)]] * 2
