@@ -1,5 +1,18 @@
-"""Entry of ``python -m deepspeed_partition``, which is the command ``madpipe``."""
+"""Entry of ``python -m deepspeed_partition`` and of the command ``madpipe``, which is the same."""
 
-from deepspeed_partition.cli import main
+import sys
 
-main()
+
+def main() -> None:
+    """Run the command line and exit with its status; Ctrl-C while it is imported gives one line, too."""
+    try:
+        from deepspeed_partition.cli import main as run
+
+        run()
+    except KeyboardInterrupt:
+        sys.stderr.write("madpipe: interrupted\n")
+        sys.exit(130)  # as the command line exits, which may not be there yet
+
+
+if __name__ == "__main__":
+    main()
