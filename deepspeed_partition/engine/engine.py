@@ -46,7 +46,7 @@ from deepspeed_partition.engine.pipeline.optimizers_in_parts import (
     refuse_what_needs_all,
 )
 from deepspeed_partition.engine.pipeline.parts import trainable_parameters
-from deepspeed_partition.engine.pipeline.sharded_stages import WAY_OUT, ShardedStages
+from deepspeed_partition.engine.pipeline.sharded_stages import ShardedStages
 from deepspeed_partition.engine.pipeline.stages import allocation_of, hold_built_stages
 from deepspeed_partition.engine.pipeline.tied_gradients import without_gradient
 from deepspeed_partition.engine.repairs import (
@@ -192,15 +192,9 @@ class MadPipeEngine(ResumingEngine):
         """
         return nullcontext() if self.sharded is None else self.sharded.whole()
 
-    def _refuse_if_shared_out(self, what: str, way_out: str) -> None:
-        if self.sharded is not None:
-            raise RuntimeError(f"{what} is not possible while weights are shared out (shard_weights): {way_out}")
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        self._refuse_if_shared_out(
-            "load_checkpoint", "with engine.whole_weights(): engine.module.load_state_dict(torch.load(path))"
-        )
-        return super().load_checkpoint(*args, **kwargs)
+    def _whole_states(self) -> AbstractContextManager[None]:
+        """Each rank has all weights of its stages, and the optimizer's states of them, as DeepSpeed expects it."""
+        return nullcontext() if self.sharded is None else self.sharded.whole(self.basic_optimizer)
 
     def _broadcast_model(self) -> None:
         with viewed_as_bytes(self.module):
@@ -421,7 +415,11 @@ class MadPipeEngine(ResumingEngine):
         self._endless = None
         if self._in_step:
             raise RuntimeError("the layers cannot move within a step: call recut between two calls of train_batch")
-        self._refuse_if_shared_out("recut", f"{WAY_OUT}, and start again without the option, or with another plan")
+        if self.sharded is not None:
+            raise RuntimeError(
+                "recut is not possible while weights are shared out (shard_weights): save a checkpoint, and load "
+                "it in a run without the option, or with another plan"
+            )
         self._own_cut()
         if allocation != allocation_of(self.module):
             self.move_to(allocation)
@@ -760,15 +758,16 @@ class MadPipeEngine(ResumingEngine):
 
     def save_checkpoint(self, save_dir, tag=None, *args: Any, **kwargs: Any):
         self.come_to_rest()
-        self._refuse_if_shared_out("save_checkpoint", f"{WAY_OUT} saves the weights, not the optimizer's states")
-        with nullcontext() if self._pending.warm_up is None else self._pending.warm_up.originals():
+        originals = nullcontext() if self._pending.warm_up is None else self._pending.warm_up.originals()
+        with originals, self._whole_states():
             return super().save_checkpoint(save_dir, tag, *args, **kwargs)
 
     def _load_found(self, found: Found | None, bound: inspect.BoundArguments) -> tuple[Any, Any]:
         """Load a checkpoint under its cut, if this run waits for a plan, else under that of this run."""
         self.come_to_rest()
         load = super()._load_found
-        return self._pending.resume(found, bound.arguments, lambda: load(found, bound))
+        with self._whole_states():
+            return self._pending.resume(found, bound.arguments, lambda: load(found, bound))
 
 
 def initialize_with(make_engine: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:

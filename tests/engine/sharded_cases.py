@@ -27,11 +27,10 @@ def plan_for(devices: tuple[int, ...], cuts: list[int], depth: int = 2) -> Any:
     return plans.plan_of(chain, platform, cuts, devices, orders=orders)
 
 
-def begin(specs: list[Any], devices: tuple[int, ...], **config: Any) -> Any:
-    num_stages = max(devices) + 1
-    engine, _, _ = start(
-        specs, None, SHARED_OUT | config, num_stages=num_stages, plan=plan_for(devices, CUTS)
-    )  # fmt: skip
+def begin(specs: list[Any], devices: tuple[int, ...], *, shares_out: bool = True, **config: Any) -> Any:
+    shared = SHARED_OUT if shares_out else {}
+    plan = plan_for(devices, CUTS)
+    engine, _, _ = start(specs, None, shared | config, num_stages=max(devices) + 1, plan=plan)
     return engine
 
 
@@ -107,13 +106,44 @@ def _has_all_weights_when_asked(engine: Any) -> None:
         assert tensor.isfinite().all()
         assert all(torch.equal(tensor, each[name]) for each in copies)
     boundaries = [0, 8] if engine.num_stages == 1 else [0, 4, 8]
-    for refused, way_out in (
-        (lambda: engine.save_checkpoint("nowhere"), "engine.whole_weights()"),
-        (lambda: engine.load_checkpoint("nowhere"), "load_state_dict"),
-        (lambda: engine.recut(boundaries), "start again without the option"),
-    ):
-        with raised(RuntimeError, "is not possible while weights are shared out", way_out):
-            refused()
+    with raised(RuntimeError, "recut is not possible while weights are shared out", "save a checkpoint"):
+        engine.recut(boundaries)
+
+
+def checkpoints_of_what_is_shared_out(folder: Path) -> None:
+    """Saved in the middle, training goes on as in one process: in this run, and loaded in runs of every kind."""
+    data = batches(4)
+    before, after = data[:2], data[2:]
+    losses = train_alone(mlp(), data, adam)
+    looped, by_stage = (0, 1, 0, 1), (0, 0, 0, 0)
+    for name, devices, shares_out in (("shared", looped, True), ("plain", looped, False)):
+        engine = begin(mlp(), devices, shares_out=shares_out)
+        same(train(engine, before), losses[:2])
+        engine.save_checkpoint(str(folder / name))
+        if shares_out:
+            _has_its_own_alone(engine)
+        same(train(engine, after), losses[2:])
+    for name, devices, shares_out in (
+        ("shared", looped, True), ("shared", by_stage, True), ("shared", by_stage, False), ("plain", looped, True),
+    ):  # fmt: skip
+        engine = begin(mlp(), devices, shares_out=shares_out)
+        engine.load_checkpoint(str(folder / name))
+        if shares_out:
+            _has_its_own_alone(engine)
+        same(train(engine, after), losses[2:])
+
+
+def _has_its_own_alone(engine: Any) -> None:
+    """Neither weights nor states of other owners are left here, and the states of all its own are."""
+    own, foreign = (
+        [weight for stage, flats in engine.sharded.flats.items() for flat in flats for weight in flat.weights
+         if engine.sharded.is_here[stage] is here]
+        for here in (True, False)
+    )  # fmt: skip
+    assert own and foreign
+    assert all(engine.optimizer.state.get(weight) for weight in own)
+    assert not any(engine.optimizer.state.get(weight) for weight in foreign)
+    assert all(weight.isnan().all() for weight in foreign)
 
 
 def where_weights_are_not_shared_out(_: Path) -> None:
@@ -127,4 +157,4 @@ def where_weights_are_not_shared_out(_: Path) -> None:
             begin(specs, devices, **config)
 
 
-CASES = [weights_that_are_shared_out, where_weights_are_not_shared_out]
+CASES = [weights_that_are_shared_out, checkpoints_of_what_is_shared_out, where_weights_are_not_shared_out]

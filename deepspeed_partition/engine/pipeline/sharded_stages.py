@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from deepspeed_partition.engine.runtime.collectives import broadcast_object
 from deepspeed_partition.engine.runtime.worker_thread import Helper
 from deepspeed_partition.schedule.instructions import Compute, Instruction
 
@@ -297,10 +298,13 @@ class ShardedStages:
     # All weights
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def whole(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
         """Have all weights of this rank's stages here, between two batches; what owners have then stays.
 
         Collective.
+
+        Args:
+            optimizer: whose states of these weights are here, too, as in a run that shares nothing out.
         """
         for stage, flats in self.flats.items():
             for flat in flats:
@@ -308,12 +312,36 @@ class ShardedStages:
                     flat.flat.untyped_storage().resize_(flat.num_bytes)
                     flat.show()
                 dist.broadcast(flat.flat, self.ranks[self.owner[stage]], group=self._weights_group)
+        if optimizer is not None:
+            self._bring_states(optimizer)
         self._is_whole = True
         try:
             yield
         finally:
             self._is_whole = False
             self._drop_all()
+            if optimizer is not None:
+                for flat in self._foreign():
+                    for weight in flat.weights:
+                        optimizer.state.pop(weight, None)
+
+    def _bring_states(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give each rank the states of all weights of its stages, from their owners."""
+        for stage, flats in self.flats.items():
+            owner, is_own = self.ranks[self.owner[stage]], self.is_here[stage]
+            weights = [weight for flat in flats for weight in flat.weights]
+            own = [optimizer.state.get(weight, {}) for weight in weights]
+            told = [{key: _told(value) for key, value in state.items()} for state in own] if is_own else []
+            for weight, state, described in zip(
+                weights, own, broadcast_object(told, owner, self._weights_group), strict=True
+            ):
+                for key, value in described.items():
+                    if isinstance(value, _Coming):
+                        tensor = state[key].contiguous() if is_own else torch.empty(value.shape, dtype=value.dtype)
+                        dist.broadcast(tensor, owner, group=self._weights_group)
+                        value = tensor
+                    if not is_own:
+                        optimizer.state[weight][key] = value
 
     def _refuse_state_dict(self, *_: Any) -> None:
         if not self._is_whole:
@@ -325,6 +353,19 @@ class ShardedStages:
         """End the threads."""
         for helper in (*self._senders.values(), self._receiver):
             helper.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """A tensor of an optimizer's state, which is sent after its description."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _told(value: Any) -> Any:
+    """What an entry of a state is sent as: itself, or a description where it is a tensor with dimensions."""
+    return _Coming(value.shape, value.dtype) if isinstance(value, torch.Tensor) and value.ndim else value
 
 
 def why_not(engine: Any) -> str | None:
