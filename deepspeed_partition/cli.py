@@ -500,7 +500,7 @@ def show(plan: str, memory: bool, chain_file: str | None, as_json: bool) -> None
     callback=DURATION,
     default="10",
     show_default=True,
-    help="Of the processor, for other algorithms; 0 leaves them out.",
+    help="Of the processor, for other algorithms: those that it is too short for are left out, with 0 all.",
 )
 @output_file("HTML", required=True)
 def report(plan: str, chain_file: str | None, measured: str | None, time_limit: float, output: str) -> None:
@@ -516,14 +516,18 @@ def report(plan: str, chain_file: str | None, measured: str | None, time_limit: 
     compared = None
     if layers is not None and time_limit and made.data_parallel is None:
         made.check_chain(layers)
-        step = made.step
         with _watched_search() as deadline:
             compared = compare(
                 layers,
                 made.platform,
-                num_micro_batches=None if step is None else step.num_micro_batches,
+                num_micro_batches=made.micro_batches_per_update
+                if made.is_asynchronous
+                else made.num_micro_batches,
                 time_limit_seconds=time_limit,
                 deadline=deadline,
+                weight_versions=made.weight_versions,
+                may_leave_out=True,
+                planned=made,
             )
     elif made.data_parallel is not None and layers is not None and time_limit:
         click.echo("madpipe: a plan of several pipelines is not compared: see madpipe compare", err=True)

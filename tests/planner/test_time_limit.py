@@ -25,9 +25,11 @@ from deepspeed_partition.planner.replication import plan_replicated
 from deepspeed_partition.planner.report import comparison
 from deepspeed_partition.planner.report.comparison import COMPARED, compare
 from deepspeed_partition.planner.report.frontier import frontier
+from deepspeed_partition.planner.report.page import plan_page
 from deepspeed_partition.planner.solvers.non_contiguous.many_special_devices import SeveralSearch
 from tests.planner.instances import chain, problem_of
 from tests.planner.test_deadline import tight
+from tests.planner.test_timeline import MADE, PLAN
 
 
 def long_chain(num_layers: int = 120, num_devices: int = 24, share: float = 0.15):
@@ -107,6 +109,33 @@ def test_all_algorithms_of_a_comparison_share_its_limit(monkeypatch):
     assert [contender.algorithm for contender in found.contenders] == list(COMPARED)
     assert len(limits) == len(COMPARED) + 1
     assert 0.99 < sum(limits) < 1.01, "each has a limit of its own"
+
+
+def test_a_page_keeps_its_limit_with_all_replays(monkeypatch):
+    """It once took 25 s of a limit of 10: each search kept its part, and the replay of each plan came besides."""
+    worked, ran = [0.0], []
+
+    def search(chain, platform, name, *, time_limit_seconds, **_):
+        ran.append(name)
+        worked[0] += time_limit_seconds + 3  # what is beside the search
+        return replace(PLAN, algorithm=name)
+
+    monkeypatch.setattr(module.time, "thread_time", lambda: worked[0])
+    monkeypatch.setattr(comparison, "make_plan", search)
+    monkeypatch.setattr(comparison, "_replicated", lambda *_: None)
+    how = {"num_micro_batches": 5, "time_limit_seconds": 10, "planned": PLAN}
+    found = compare(MADE, PLAN.platform, **how, may_leave_out=True)
+    assert worked[0] <= 10 and ran == ["uniform", "parameters"]
+    assert [each.plan is PLAN for each in found.contenders] == [name == PLAN.algorithm for name in COMPARED]
+    left_out = {each.algorithm: each.reason for each in found.contenders if each.is_left_out}
+    assert left_out.keys() == set(COMPARED) - {*ran, PLAN.algorithm}
+    assert "2.332 s of the time limit was left" in left_out["contiguous"]
+    page = plan_page(PLAN, MADE, comparison=found)
+    names = ", ".join(left_out)
+    assert f"without {names}." in page and f"{PLAN.algorithm} (this plan)" in page
+    assert page.count("left out: too little time") == 2 * len(left_out)
+    ran.clear()
+    assert len(compare(MADE, PLAN.platform, **how).fitting) == len(ran) + 1 == len(COMPARED)
 
 
 def test_others_keep_it_too():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +32,7 @@ from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.contiguous.replicated import MOST_REPLICAS
 from deepspeed_partition.planner.solvers.step.split_bounds import split_lower_bound
 from deepspeed_partition.planner.solvers.step.step_bounds import step_lower_bound
-from deepspeed_partition.planner.units import exact_bytes, format_bytes
+from deepspeed_partition.planner.units import exact_bytes, format_bytes, format_seconds
 from deepspeed_partition.planner.weight_versions import FLUSH
 from deepspeed_partition.planner.weight_versions import checked_mode as checked_weight_versions
 
@@ -51,6 +52,8 @@ class Contender:
     smallest_memory_bytes: int | None = None
     """Bytes per device with which the algorithm would have a plan. None: it has a plan, or memory is not what it
     lacks."""
+    is_left_out: bool = False
+    """Whether it was not run, for lack of time."""
 
     @property
     def seconds(self) -> float:
@@ -181,15 +184,22 @@ def compare(
     recompute: str = "auto",
     split_backward: bool = False,
     weight_versions: str = FLUSH,
+    may_leave_out: bool = False,
+    planned: Plan | None = None,
 ) -> Comparison:
     """Plan with each of the algorithms. An algorithm without a plan is listed with the reason.
 
     Args:
         time_limit_seconds: the limit for all of them together; those that search long get what the others leave.
+            It is for searches: the replay that checks each plan comes besides.
         deadline: another end of all searches.
         recompute: what may run its forward again, as in ``make_plan``.
         split_backward: whether backwards may be two operations, as in ``make_plan``.
         weight_versions: what becomes of the weights in all rows, as in ``make_plan``.
+        may_leave_out: keep the limit with the replays, too: an algorithm for which too little is left of it is not
+            run, and its reason says so. The first one always runs.
+        planned: a plan of this problem that there is already, which stands for its algorithm. Nothing is planned
+            with that one, and where it is none of ``algorithms`` it comes first.
 
     Raises:
         ValueError: an algorithm is unknown, or no algorithm could take the problem.
@@ -209,9 +219,21 @@ def compare(
     overall = Deadline(time_limit(time_limit_seconds), within=deadline)
     replicated = _replicated(chain, platform, overall.part(1 / (len(names) + 1))) if platform.is_alike else None
     contenders: dict[str, Contender] = {}
+    if planned is not None:
+        names = list(dict.fromkeys([planned.algorithm, *names] if planned.algorithm not in names else names))
+        contenders[planned.algorithm] = Contender(algorithm=planned.algorithm, plan=planned)
+    missing = sorted((name for name in names if name not in contenders), key=_patience)
+    quickest = 0.0
     # Algorithms that search long come last, and get the time that the others leave.
-    for num_left, name in zip(range(len(names), 0, -1), sorted(names, key=_patience), strict=True):
-        share = max(overall.remaining_seconds() / num_left, SHORTEST_TIME_LIMIT_SECONDS)
+    for num_left, name in zip(range(len(missing), 0, -1), missing, strict=True):
+        left = overall.remaining_seconds()
+        if may_leave_out and left < quickest:
+            contenders[name] = Contender(
+                algorithm=name, reason=_left_out(overall, left, quickest), is_left_out=True
+            )
+            continue
+        # What each of them takes besides its search is not for searches.
+        share = max(left / num_left - quickest * may_leave_out, SHORTEST_TIME_LIMIT_SECONDS)
         make = partial(
             make_plan,
             chain,
@@ -226,7 +248,11 @@ def compare(
             split_backward=split_backward,
             weight_versions=weight_versions,
         )
+        began = time.thread_time()
         contenders[name] = _contender(name, make)
+        if contenders[name].plan is not None:
+            took = time.thread_time() - began
+            quickest = min(quickest or took, took)
     # Where nothing fits, no step is long enough to be bounded.
     of_step = num_micro_batches is not None and data_parallel is None and not is_asynchronous
     of_step = of_step and any(each.plan is not None for each in contenders.values())
@@ -272,8 +298,21 @@ def _contender(algorithm: str, make: Callable[[], Plan]) -> Contender:
         return Contender(algorithm=algorithm, reason=str(error), smallest_memory_bytes=smallest)
 
 
+def _left_out(overall: Deadline, left: float, quickest: float) -> str:
+    """Return the reason why an algorithm was not run."""
+    if overall.stopped:
+        return "left out: the comparison was stopped"
+    return (
+        f"left out: {format_seconds(left)} of the time limit was left, and the quickest of the others took "
+        f"{format_seconds(quickest)}: give more time"
+    )
+
+
 def _patience(name: str) -> int:
-    return SEARCH_LONG.index(name) + 1 if name in SEARCH_LONG else 0
+    """Return the place of an algorithm in the order in which they run: what DeepSpeed would do comes first."""
+    if name in SEARCH_LONG:
+        return SEARCH_LONG.index(name) + 1
+    return -1 if name in ("uniform", "parameters") else 0
 
 
 def _replicated(chain: Chain, platform: Platform, deadline: Deadline) -> Replicated | None:

@@ -33,6 +33,7 @@ from deepspeed_partition.planner.report.planned_run import (
 from deepspeed_partition.planner.report.timeline import MeasuredTimeline, TimedOperation
 from deepspeed_partition.planner.simulate.replay import clock_of, timeline_of
 from deepspeed_partition.planner.simulate.replay_memory import Moments, costs_of
+from deepspeed_partition.planner.simulate.replay_step import Timeline
 from deepspeed_partition.planner.units import format_bytes, format_seconds, printable
 
 UNITS = 10**7
@@ -58,12 +59,13 @@ def plan_page(
     """
     number = None if measured is None else measured.num_micro_batches
     compared = None if measured is None else measured.compare(plan)
-    memory = None
+    memory = replayed = None
     if chain is not None:
         plan.check_chain(chain)
-        memory, in_memory = _memory(plan, chain)
+        replayed = timeline_of(plan, chain)
+        memory, in_memory = _memory(plan, chain, replayed)
         number = in_memory if number is None else number
-    run = planned_run(plan, chain, number)
+    run = planned_run(plan, chain, number, replayed=replayed)
     if memory is not None and run.num_micro_batches != in_memory:
         memory = None  # of another number of micro-batches than those of the timeline
     places = places_of(run, plan.platform)
@@ -109,7 +111,7 @@ def plan_page(
         _stages_section(plan),
     ]
     if comparison is not None:
-        sections.append(_comparison_section(comparison))
+        sections.append(_comparison_section(comparison, plan))
     if compared is not None:
         rows = [
             [
@@ -166,13 +168,15 @@ def _packed(
     return {"seconds": seconds, "unit": unit, "lanes": packed}
 
 
-def _memory(plan: Plan, chain: Chain) -> tuple[Any, int]:
+def _memory(plan: Plan, chain: Chain, timeline: Timeline | str) -> tuple[Any, int]:
     """Return what gives, for a unit of time, the memory of each device over time, and the number of micro-batches.
+
+    Args:
+        timeline: the instants of the plan's step or pattern on the chain.
 
     Raises:
         ValueError: the order of the plan's step cannot be run.
     """
-    timeline = timeline_of(plan, chain)
     if isinstance(timeline, str):
         raise ValueError(timeline)
     timeline.window = (0, float("inf"))
@@ -358,20 +362,26 @@ def _stages_section(plan: Plan) -> str:
     )
 
 
-def _comparison_section(comparison: Comparison) -> str:
+def _comparison_section(comparison: Comparison, plan: Plan) -> str:
     rows = []
     for each in comparison.contenders:
-        made = each.plan
+        made, name = each.plan, printable(each.algorithm)
         if made is None:
             smallest = each.smallest_memory_bytes
             says = each.reason or "" if smallest is None else f"does not fit: needs {format_bytes(smallest)}"
-            rows.append([printable(each.algorithm), "-", "-", "-", printable(says)])
+            rows.append([name, "-", "-", "-", printable(says)])
             continue
         rows.append([
-            printable(each.algorithm), format_seconds(each.seconds), f"{comparison.ratio_to_best(each):.3f}",
+            f"{name} (this plan)" if made is plan else name,
+            format_seconds(each.seconds), f"{comparison.ratio_to_best(each):.3f}",
             format_bytes(max(made.peak_memory_bytes)), allocation_text(made),
         ])  # fmt: skip
     table = _table(["algorithm", "time", "x best", "memory", "cut"], rows, (0, 4))
     # The picture is drawn with the colours of the page, whichever theme is chosen.
     picture = comparison_svg(comparison, in_page=True)
-    return _section("Algorithms compared", picture, f"<details><summary>Table</summary>{table}</details>")
+    left_out = [each for each in comparison.contenders if each.is_left_out]
+    words = ""
+    if left_out:
+        names = ", ".join(printable(each.algorithm) for each in left_out)
+        words = f'<p class="dim">For lack of time (<code>--time-limit</code>) without {escape(names)}.</p>'
+    return _section("Algorithms compared", words, picture, f"<details><summary>Table</summary>{table}</details>")

@@ -94,6 +94,7 @@ def comparison_svg(comparison: Comparison, *, in_page: bool = False) -> str:
         if contender.plan is None:
             smallest = contender.smallest_memory_bytes
             says = "refused" if smallest is None else f"does not fit, needs {format_bytes(smallest)}"
+            says = "left out: too little time" if contender.is_left_out else says
             parts.append(_text(left + 6, y + 15, says, css="small"))
         else:
             memory = format_bytes(max(contender.plan.peak_memory_bytes))

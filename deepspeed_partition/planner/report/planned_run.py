@@ -69,13 +69,20 @@ class PlannedRun:
         return min(max(first.values(), default=0.0), drain), drain
 
 
-def planned_run(plan: Plan, chain: Chain | None = None, num_micro_batches: int | None = None) -> PlannedRun:
+def planned_run(
+    plan: Plan,
+    chain: Chain | None = None,
+    num_micro_batches: int | None = None,
+    *,
+    replayed: Timeline | str | None = None,
+) -> PlannedRun:
     """Return every operation of a plan's step; of the pattern where there is no step of so many micro-batches.
 
     Args:
         chain: the chain of the plan. Without it the durations are those of the plan's operations.
         num_micro_batches: as many are run. None: those of the step, else so many that fill, steady state and drain
             are seen.
+        replayed: the instants of the plan's step on the chain, where they are known, which saves finding them.
 
     Raises:
         PlanMismatchError: the plan is for another chain.
@@ -84,7 +91,7 @@ def planned_run(plan: Plan, chain: Chain | None = None, num_micro_batches: int |
         plan.check_chain(chain)
     step = plan.step
     if step is not None and num_micro_batches in (None, step.num_micro_batches):
-        found = _step(plan, chain)
+        found = _step(plan, chain, replayed)
         if found is not None:
             return found
     return _pattern(plan, num_micro_batches)
@@ -189,7 +196,7 @@ def _durations(plan: Plan, *, in_step: bool) -> dict[str, float]:
     return durations | {name: max(each.values()) for name, each in spans.items() if name[0] == "S"}
 
 
-def _step(plan: Plan, chain: Chain | None) -> PlannedRun | None:
+def _step(plan: Plan, chain: Chain | None, replayed: Timeline | str | None) -> PlannedRun | None:
     """Return the step of a plan; None where the plan alone does not tell how long its operations last."""
     assert plan.step is not None
     promised = plan.step.step_seconds
@@ -198,7 +205,8 @@ def _step(plan: Plan, chain: Chain | None) -> PlannedRun | None:
         if made is None:
             return None
         plan, chain = made
-    timeline = run_step(plan, chain)
+        replayed = None
+    timeline = run_step(plan, chain) if replayed is None else replayed
     if isinstance(timeline, str):
         return None
     operations = tuple(_timed(plan, Clock.of(chain, plan.platform), timeline))
