@@ -191,6 +191,17 @@ def plan_of(
     return replace(plan, stages=stages)
 
 
+def of_two_per_period(plan: Plan) -> Plan:
+    """The same plan, with a pattern of twice the length, of two micro-batches."""
+    length = 2 * plan.period_seconds
+    operations = []
+    for index in (0, 1):
+        for each in plan.operations:
+            shift, start = divmod(each.start_seconds + (each.shift + index) * plan.period_seconds, length)
+            operations.append(replace(each, start_seconds=start, shift=int(shift), index=index))
+    return replace(plan, operations=tuple(operations), micro_batches_per_period=2)
+
+
 def packed(
     chain: Chain,
     platform: Platform,

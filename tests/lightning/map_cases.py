@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torchmetrics import MeanMetric
 
-from deepspeed_partition import InfeasibleError, make_plan
+from deepspeed_partition import InfeasibleError, make_plan, replay
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from tests.engine import plans
 from tests.engine.running import divides_backwards, recomputes_on_a_cpu
@@ -126,7 +126,27 @@ def recomputed(host: cases.Host) -> dict[str, Any]:
     again = cases.fit(host, Unlike, cases.loader(48), callbacks=[tight], strategy=strategy)
     assert least[1] < 0.95 * least[0] and tight.recomputes and not plain.recomputes
     assert again["rows"] == record["rows"], (again["rows"], record["rows"])
+    strategy = {"plan": one_by_one_file(host, chain.num_layers)}
+    one_by_one = cases.fit(host, Unlike, cases.loader(48), strategy=strategy)
+    expected = [pytest.approx(row, rel=1e-5) for row in record["rows"]]  # micro-batches add up in another order
+    assert one_by_one["rows"] == expected, (one_by_one["rows"], record["rows"])
     return {}
+
+
+def one_by_one_file(host: cases.Host, num_layers: int) -> str:
+    """Some micro-batches recomputed, some backwards in halves; a pattern of two, and two stages on rank 0."""
+    devices, cuts = (0, 1, 0), [0, 3, num_layers - 2, num_layers]
+    orders = plans.some_recomputed(plans.depth_first(devices, NUM_MICRO_BATCHES, 2), seed=1)
+    if divides_backwards():
+        orders = plans.some_in_halves(orders, seed=2)
+    kinds = {name[0] for order in orders for name, _ in order}
+    assert kinds == set("FfRBIW" if divides_backwards() else "FfRB")
+    chain, platform = plans.chain_of(num_layers), plans.platform_of(2)
+    plan = plans.of_two_per_period(plans.plan_of(chain, platform, cuts, devices, orders=orders))
+    assert all("the plan says" in violation for violation in replay(plan, chain).violations)
+    path = host.folder / "one_by_one.json"
+    plan.save(path)
+    return str(path)
 
 
 def in_halves(host: cases.Host) -> dict[str, Any]:
