@@ -70,6 +70,11 @@ class Outcomes:
         self._undo: Callable[[], object] | None = None
         """Undoes what the steps of a batch that is given up have left on the module."""
 
+    def begin(self) -> None:
+        """Forget what was before another batch: the rank that ran whole steps then may not do so now."""
+        self._before = self._undo = None
+        self._engine.when_given_up = None
+
     def remember(self) -> None:
         """Remember what the module is before the steps, on the rank that runs whole steps, once that is known."""
         engine, is_cut = self._engine, self._pipeline.num_stages > 1

@@ -176,6 +176,7 @@ class BatchRunner:
         engine.before_optimizer_step = lambda: self._before_optimizer_step(window)
         engine.around_measurements = lambda: self._measurement(in_order)
         self.steps.draws.begin(len(window))
+        self._outcomes.begin()
         try:
             with self._announced_shapes(window), self._layers_within("training_step", in_order):
                 engine.train_batch(self._feed(in_order))
@@ -272,6 +273,7 @@ class BatchRunner:
             raise
 
     def _evaluate(self, run: BatchRun) -> None:
+        self._outcomes.begin()
         with self._announced_shapes([run]), self._layers_within(run.whole.step, run.labels):
             self._engine.eval_batch(
                 self._feed(run.labels),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,8 +19,10 @@ from torchmetrics import MeanMetric
 
 from deepspeed_partition import InfeasibleError, make_plan, replay
 from deepspeed_partition.engine.runtime.collectives import gather_objects
+from deepspeed_partition.engine.warmup import replanning
 from tests.engine import plans
 from tests.engine.running import divides_backwards, recomputes_on_a_cpu
+from tests.engine.step_watch_cases import SLOW_FROM, slow_on_rank_1
 from tests.exhaustive import is_exhaustive
 from tests.lightning import lightning_cases as cases
 from tests.lightning.loop_cases import named_samples
@@ -172,6 +176,44 @@ def in_halves(host: cases.Host) -> dict[str, Any]:
     return {}
 
 
+class LastLayerDear(Callback):
+    """From the second batch on layers take as long as planned, and half more on rank 1 from a step on."""
+
+    def __init__(self) -> None:
+        self.stack = ExitStack()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.world_size == 1 or trainer.global_step > 1:
+            return
+        engine = trainer.strategy.deepspeed_engine
+        last = engine.chain.num_layers - 1
+        layers = (
+            replace(layer, forward_seconds=seconds, backward_seconds=2 * seconds)
+            for place, layer in enumerate(engine.chain.layers) for seconds in [0.06 if place == last else 0.01]
+        )  # fmt: skip
+        engine.chain = replace(engine.chain, layers=tuple(layers), warm_up=None)
+        self.stack.enter_context(slow_on_rank_1(engine.plan, SLOW_FROM))
+        self.stack.enter_context(patch.object(replanning, "MIN_GAIN", -1.0))
+
+    def on_fit_end(self, trainer: Any, module: Any) -> None:
+        self.stack.close()
+        if trainer.world_size > 1:
+            engine = trainer.strategy.deepspeed_engine
+            # The slow one takes the first layers now, and the other one the dear end.
+            assert [(stage.layers, stage.device) for stage in engine.plan.stages] == [((0, 6), 1), ((6, 8), 0)]
+            assert [engine.plan.platform.speed_of(each) for each in (0, 1)] == [
+                1.0,
+                pytest.approx(2 / 3, rel=0.01),
+            ]
+
+
+def slow_rank(host: cases.Host) -> dict[str, Any]:
+    """A rank becomes slow, and the last stage moves to the other one in the middle of an epoch."""
+    strategy = {"replan": "when_slow", "warmup_steps": 0, "algorithm": "contiguous", "recompute": "never"}
+    slowed, data = LastLayerDear(), cases.loader(4 * (SLOW_FROM + 24), batch_size=4)
+    return cases.fit(host, cases.Classifier, data, callbacks=[slowed], strategy=strategy, max_epochs=1)
+
+
 class Planned(Callback):
     """At the end of which epochs there was a plan."""
 
@@ -283,7 +325,7 @@ def recorded(host: cases.Host, data: Any, seed: int = 0, **arguments: Any) -> tu
 SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     2: [
         several_stages, several_stages_in_all_forms, several_stages_resumed, recomputed, in_halves, warmed_up,
-        given_up, warmed_up_and_resumed, every_cut,
+        given_up, warmed_up_and_resumed, every_cut, slow_rank,
     ],
     4: [every_cut],
 }  # fmt: skip

@@ -95,6 +95,10 @@ def test_a_resumed_run_of_several_stages_on_a_rank_is_the_uninterrupted_one(two:
         check_resumed(record, reference)
 
 
+def test_layers_leave_a_slow_rank(two: Records) -> None:
+    assert_same(two.of("slow_rank"), two.reference["slow_rank"])
+
+
 def test_a_warm_up_and_a_move_train_like_one_process(two: Records) -> None:
     for found, expected in zip(two.of("warmed_up")["records"], two.reference["warmed_up"]["records"], strict=True):
         assert_same(found, expected)

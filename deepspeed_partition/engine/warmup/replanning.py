@@ -51,8 +51,8 @@ def plan_for_speeds(engine: MadPipeEngine, factors: Sequence[float]) -> None:
     gain = 1 - seconds / takes
     if gain < MIN_GAIN:
         announce(
-            f"no layer moves: at the speeds of the ranks now ({at_speeds}) the best plan found takes {gain:.1%} "
-            f"less than the {format_seconds(takes)} of the present one"
+            f"no layer moves: at the speeds of the ranks now ({at_speeds}){_left_out(engine)} the best plan found "
+            f"takes {gain:.1%} less than the {format_seconds(takes)} of the present one"
         )
         return
     why_not = _rank_without_data(engine, plan)
@@ -64,11 +64,21 @@ def plan_for_speeds(engine: MadPipeEngine, factors: Sequence[float]) -> None:
     num_moved = sum(owner(old, layer) != owner(new, layer) for layer in range(engine.module._num_layers))
     engine.recut_to_plan_of_run(plan)
     announce(
-        f"the plan was made again for the speeds of the ranks now ({at_speeds}): a step of "
+        f"the plan was made again for the speeds of the ranks now ({at_speeds}){_left_out(engine)}: a step of "
         f"{format_seconds(seconds)} instead of {format_seconds(takes)}; {counted(num_moved, 'layer')} "
         f"moved in {format_seconds(time.perf_counter() - planned)}, after {format_seconds(planned - started)} of "
         "planning"
     )
+
+
+def _left_out(engine: MadPipeEngine) -> str:
+    """What options ask for, and plans for unlike devices do not have, in words."""
+    left_out = []
+    if engine.options.split_backward:
+        left_out.append("backwards in halves")
+    if engine.options.recompute == PER_MICRO_BATCH:
+        left_out.append("recomputation micro-batch by micro-batch")
+    return f", without {' and '.join(left_out)}" if left_out else ""
 
 
 def speeds_of(present: Plan, factors: Sequence[float]) -> list[float]:
