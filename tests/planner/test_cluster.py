@@ -10,8 +10,10 @@ import pytest
 
 from deepspeed_partition import Chain, LayerProfile, Plan, Platform
 from deepspeed_partition.cli import run
+from deepspeed_partition.planner.cluster import scheme_choice
 from deepspeed_partition.planner.cluster.scheme_choice import SchemeRanking, rank_schemes
 from deepspeed_partition.planner.cluster.sharded_steps import GLOO, sharded_step
+from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.machines import DeviceGroup, LinkLevel, Machines
 
 
@@ -134,6 +136,26 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert words in capsys.readouterr().err
     small = ["schemes", chain, "--devices", "2", "--memory", "1kB", "--bandwidth", "1GB/s", "--time-limit", "1"]
     assert run(small) == 3
+
+
+def test_a_ranking_keeps_its_limit_with_all_that_a_plan_takes_beside_its_search(monkeypatch):
+    """One of 70 billion parameters on 64 devices took 35 s of the processor of a limit of 12."""
+    worked, planned = [0.0], []
+
+    def search(chain, platform, algorithm, *, data_parallel, time_limit_seconds, **_):
+        length = platform.num_devices // data_parallel
+        planned.append((algorithm, length))
+        worked[0] += time_limit_seconds + 0.5 * length
+        raise InfeasibleError("no plan was found")
+
+    monkeypatch.setattr(scheme_choice.time, "thread_time", lambda: worked[0])
+    monkeypatch.setattr(scheme_choice, "make_plan", search)
+    ranking = rank_schemes(chain_of(16, 1, 1), [platform_of(16, 10**6, 1e9)], 16, time_limit_seconds=12)
+    assert worked[0] <= 12
+    assert planned == [("uniform", 2), ("madpipe", 2), ("madpipe", 4), ("madpipe", 8)]
+    left_out = {row.scheme for row in ranking.choices if "too little of the time limit is left" in row.reason}
+    assert left_out == {"MadPipe 1 x 16", *(f"1F1B with equal stages {16 // n} x {n}, ZeRO-1" for n in (4, 8)),
+                        "1F1B with equal stages 1 x 16"}  # fmt: skip
 
 
 def test_pipelines_whose_weights_alone_are_too_much_are_not_planned() -> None:

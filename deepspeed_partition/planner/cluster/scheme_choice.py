@@ -12,6 +12,7 @@ A step has the same micro-batches in all of them. A plan is the one that ``make_
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -38,8 +39,8 @@ from deepspeed_partition.planner.units import format_bytes, format_seconds
 
 MOST_JOBS = 20_000
 """Most forwards and backwards of a looped scheme that is simulated."""
-EVEN_SHARE = 0.15
-"""Share of the time for the pipelines with as many layers in each stage."""
+LOOPED_SHARE, EVEN_SHARE = 0.1, 0.15
+"""Shares of the time for looped schemes, and for the pipelines with as many layers in each stage."""
 SECONDS_PER_HOUR, MILLION = 3600, 10**6
 
 
@@ -156,7 +157,9 @@ def rank_schemes(
         platforms: each with all devices, one for every number of them.
         num_micro_batches: of a whole step, which all devices share.
         recompute: what a plan may recompute, as in ``make_plan``; unless ``"never"``, layers of the others, too.
-        time_limit_seconds: seconds of the processor for all plans together; 60 where left out.
+        time_limit_seconds: seconds of the processor for all of it; 60 where left out. A plan takes some beside its
+            search, the more the longer its pipelines are; those for which too little is left are left out, and
+            their reason says so.
         deadline: another end of the searches.
         collectives: what data parallelism and ZeRO have of their backend.
 
@@ -170,17 +173,14 @@ def rank_schemes(
     asked = [
         (platform, degree) for platform in platforms for degree in _degrees(chain, platform, num_micro_batches)
     ]
+    asked.sort(key=lambda each: each[0].num_devices // each[1])  # long pipelines take longest
+    overall = Deadline(limit_seconds, within=deadline)
+    of_looped = overall.part(LOOPED_SHARE)
     for platform in platforms:
         choices += _sharded(chain, platform, num_micro_batches, recompute, collectives)
-        choices += _looped(chain, platform, num_micro_batches)
-    overall = Deadline(limit_seconds, within=deadline)  # what is above takes a time of its own, at most a minute
+        choices += _looped(chain, platform, num_micro_batches, of_looped)
     for even in (True, False):
-        left = overall.part(EVEN_SHARE) if even else overall
-        for number, (platform, degree) in enumerate(asked):
-            seconds = max(left.remaining_seconds() / (len(asked) - number), SHORTEST_TIME_LIMIT_SECONDS)
-            choices.append(
-                _planned(chain, platform, num_micro_batches, degree, recompute, seconds, overall, even=even)
-            )
+        choices += _pipelines(chain, asked, num_micro_batches, recompute, overall, even=even)
     priced = [_priced(chain, platforms, num_micro_batches, choice) for choice in choices]
     return SchemeRanking(
         chain=chain,
@@ -238,6 +238,45 @@ def _sharded(
             )
 
 
+def _pipelines(
+    chain: Chain,
+    asked: Sequence[tuple[Platform, int]],
+    num_micro_batches: int,
+    recompute: str,
+    overall: Deadline,
+    *,
+    even: bool,
+) -> Iterator[SchemeChoice]:
+    """Yield each platform's number of pipelines as planned, short ones first, until the time is over."""
+    limit = overall.part(EVEN_SHARE) if even else overall
+    beside = 0.0  # seconds that the last plan took beside its search, for each device of a pipeline
+    for number, (platform, degree) in enumerate(asked):
+        length = platform.num_devices // degree
+        if limit.remaining_seconds() < beside * length:
+            row = _pipeline(chain, platform, degree, even=even)
+            why = "the search was stopped" if overall.stopped else "too little of the time limit is left"
+            yield replace(row, reason=f"is not planned: {why}")
+            continue
+        seconds = limit.remaining_seconds() / (len(asked) - number) - beside * length
+        seconds = max(seconds, SHORTEST_TIME_LIMIT_SECONDS)
+        began = time.thread_time()
+        yield _planned(chain, platform, num_micro_batches, degree, recompute, seconds, overall, even=even)
+        beside = max(time.thread_time() - began - seconds, 0.0) / length
+
+
+def _pipeline(chain: Chain, platform: Platform, degree: int, *, even: bool) -> SchemeChoice:
+    """Return the row of D pipelines before they are planned."""
+    family = "1F1B with equal stages" if even else "MadPipe"
+    sharing = ", ZeRO-1" if _shares_states(chain, platform, degree) else ""
+    name = f"{family} {degree} x {platform.num_devices // degree}{sharing}"
+    return SchemeChoice(scheme=name, family=family, num_devices=platform.num_devices)
+
+
+def _shares_states(chain: Chain, platform: Platform, degree: int) -> bool:
+    """Return whether pipelines share the optimizer's states (ZeRO-1)."""
+    return degree > 1 and platform.weight_copies > 2 and all(each.training_bytes is None for each in chain.layers)
+
+
 def _planned(
     chain: Chain,
     platform: Platform,
@@ -250,12 +289,7 @@ def _planned(
     even: bool,
 ) -> SchemeChoice:
     """Return D pipelines as MadPipe plans them, or with as many layers in each stage."""
-    family = "1F1B with equal stages" if even else "MadPipe"
-    shares = (
-        degree > 1 and platform.weight_copies > 2 and all(each.training_bytes is None for each in chain.layers)
-    )
-    name = f"{family} {degree} x {platform.num_devices // degree}" + (", ZeRO-1" if shares else "")
-    row = SchemeChoice(scheme=name, family=family, num_devices=platform.num_devices)
+    row, shares = _pipeline(chain, platform, degree, even=even), _shares_states(chain, platform, degree)
     least = _least_bytes_of_weights(chain, platform, degree, 1 if shares else None)
     largest = max(platform.memory_of(device) for device in range(platform.num_devices))
     if least > largest:
@@ -310,7 +344,9 @@ def _busy(plan: Plan, platform: Platform, step_seconds: float) -> float:
     return degree * plan.step.num_micro_batches * computed / (platform.num_devices * step_seconds)
 
 
-def _looped(chain: Chain, platform: Platform, num_micro_batches: int) -> Iterator[SchemeChoice]:
+def _looped(
+    chain: Chain, platform: Platform, num_micro_batches: int, deadline: Deadline
+) -> Iterator[SchemeChoice]:
     """Yield looped pipelines of two stages per device, and those that shard their weights."""
     for degree in _degrees(chain, platform, num_micro_batches):
         size = platform.num_devices // degree
@@ -326,6 +362,9 @@ def _looped(chain: Chain, platform: Platform, num_micro_batches: int) -> Iterato
             )
             if 2 * num_stages * num_micro_batches > MOST_JOBS:
                 yield replace(row, reason=f"is not simulated: more than {MOST_JOBS} forwards and backwards")
+                continue
+            if deadline.passed():
+                yield replace(row, reason="is not simulated: too little of the time limit is left")
                 continue
             scheme = replace(make(degree, size), priority=oldest_first, most_in_flight=_at_most(size))
             yield _simulated(chain, platform, num_micro_batches, row, scheme, cuts, degree)
