@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from deepspeed_partition.options import Options
-from deepspeed_partition.planner.weight_versions import FLUSH
 
 
 def read_config(config: Any) -> Any:
@@ -93,12 +92,6 @@ def checked_settings(config: Mapping[str, Any], arguments: Mapping[str, Any], ze
             "shard_weights leaves each rank some of the weights of its stages, and a Trainer reads all of them, "
             "for checkpoints and at the end: leave it out, or train under DeepSpeed "
             "(deepspeed_partition.engine.initialize)"
-        )
-    if options.weight_versions not in (None, FLUSH):
-        raise ValueError(
-            f"weight_versions is {options.weight_versions!r}, a pipeline that never drains, and under Lightning "
-            "each batch has an iterator and hooks of its own, while its update would come in the call of a later "
-            "one: leave it out, or train under DeepSpeed (deepspeed_partition.engine.initialize)"
         )
     return Settings(checked, options, counts_steps)
 

@@ -31,6 +31,7 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule
 from deepspeed_partition.engine.engine import initialize_with
+from deepspeed_partition.engine.pipeline.module import load_plan
 from deepspeed_partition.engine.pipeline.stages import allocation_of
 from deepspeed_partition.engine.runtime.collectives import own_groups
 from deepspeed_partition.engine.runtime.environment import announce
@@ -39,6 +40,7 @@ from deepspeed_partition.engine.runtime.joining import watch_joining
 from deepspeed_partition.engine.runtime.watch import watch
 from deepspeed_partition.options import Options
 from deepspeed_partition.planner.plan import Plan
+from deepspeed_partition.planner.weight_versions import FLUSH
 from lightning_madpipe.captured_layers import captured_layers
 from lightning_madpipe.checkpoint.saving import Checkpointing
 from lightning_madpipe.checkpoint.whole_model import PLACES
@@ -48,9 +50,11 @@ from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.number_types import convert_but_complex, leave_types
 from lightning_madpipe.compat.optimizer_hooks import OptimizerHooks, tell_of_states
 from lightning_madpipe.compat.optimizers import configured_optimizer, tell_of_zeros
+from lightning_madpipe.compat.rests import Rests
 from lightning_madpipe.compat.signals import end_together_on_sigterm
 from lightning_madpipe.compat.unsupported import clips_by_value
 from lightning_madpipe.compat.watched_hooks import HookWatch
+from lightning_madpipe.compat.weights_in_flight import WeightsInFlight
 from lightning_madpipe.forked_ranks import ForkedRanks, launcher_class, refuse_initialized_process
 from lightning_madpipe.groups import PipelineGroups
 from lightning_madpipe.module import pipeline_of
@@ -123,8 +127,10 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             within memory, or ``"micro-batch"``, which decides for each micro-batch besides. None: ``"auto"``.
         split_backward: Whether a plan that the run makes may have backwards in two halves, the gradient of the
             input, sent on at once, and those of the weights later; left out, no.
-        weight_versions: What becomes of the weights: ``"flush"``, the pipeline drains before each optimizer step.
-            Other modes, in which it never drains, are refused here: they train under DeepSpeed.
+        weight_versions: What becomes of the weights: ``"flush"``, the pipeline drains before each optimizer step;
+            or it never drains, and the optimizer's step of a batch comes during later ones, on weights of which
+            stages keep versions: ``"stashing"``, ``"2bw"``, ``"vertical-sync"``. It comes to rest before
+            validation, checkpoints and the end of an epoch. Left out, as ``plan`` says, or ``"flush"``.
         replan: ``"when_slow"``: where a rank becomes slow, by another job on its device or by heat, the plan is
             made again for the speeds that ranks have then, and layers move; left out, ``"never"``.
         time_limit_seconds: For planning.
@@ -255,6 +261,11 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             "patience_seconds": patience_seconds,
         }
         self.config, self.options, counts_steps = checked_settings(self.config, arguments, stage)
+        if loss == "batch" and self.options.weight_versions not in (None, FLUSH):
+            raise ValueError(
+                "loss='batch' computes the loss once on all outputs of a batch, for which the pipeline drains, "
+                f"and weight_versions {self.options.weight_versions!r} never does: leave one of them out"
+            )
         self._given_config = self.config
         num_steps = self.options.warmup_steps
         if warmup_epochs > 1 and num_steps:
@@ -271,6 +282,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         self._let_metrics_go: Callable[[], None] = lambda: None
         self._hook_watch: HookWatch | None = None
         self._optimizer_hooks: OptimizerHooks | None = None
+        self._rests: Rests | None = None
         self._distributes_data: bool | None = None
         self._engine_optimizers: list[Any] = []
         self._asked_at_start: tuple[Any, Any] = (None, None)
@@ -468,6 +480,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
                     refusal=self._lightning.refusal,
                     states=states_for_hook,
                     leaves_loop=self._leave_loop,
+                    in_flight=WeightsInFlight(module, self._of_engine, self._lightning.refusal),
                 )
             self._watch_optimizer()
             self._phase = Phase(trainer)
@@ -516,6 +529,59 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             watch.begin_anew()  # all are here, and may go on
         self._all_are_here = is_raised_by_all(exception)
 
+    # A pipeline that never drains
+
+    def come_to_rest(self) -> None:
+        """Bring the pipeline to rest, where it never drains (``weight_versions``). Collective.
+
+        The optimizer's steps of all batches so far are done then, and all ranks have weights of the same step.
+        Validation, checkpoints, the end of an epoch and of the run do it by themselves; a hook that reads weights
+        between batches calls it first, on every rank.
+        """
+        self.deepspeed_engine.come_to_rest()
+
+    @property
+    def asked_weight_versions(self) -> str:
+        """What is to become of the weights, by the option or else by the plan that is given."""
+        if self.options.weight_versions is not None or self.options.plan is None:
+            return self.options.weight_versions or FLUSH
+        return load_plan(self.options.plan).weight_versions
+
+    def _of_engine(self) -> MadPipeEngine:
+        return self.deepspeed_engine
+
+    @property
+    def _never_drains(self) -> bool:
+        return self.deepspeed_engine.weight_versions != FLUSH
+
+    def _rest_before_checkpoint(self) -> None:
+        """Bring the pipeline to rest before a checkpoint.
+
+        Raises:
+            MisconfigurationException: batches were in flight when an error ended training.
+        """
+        engine = self.deepspeed_engine
+        if self._never_drains and not engine.is_destroyed:
+            try:
+                engine.check_that_it_goes_on()
+            except RuntimeError as error:
+                raise self._lightning.refusal(f"no checkpoint is written after this exception: {error}") from None
+            engine.come_to_rest()
+
+    def _rest_at_the_end(self) -> None:
+        """Bring the pipeline to rest at the end of a run, where all ranks come to it."""
+        engine = self.deepspeed_engine
+        if engine.is_at_rest or not engine.goes_on:
+            return
+        if self._module.trainer.interrupted and not self._all_are_here:
+            announce(
+                "training has ended while batches were in flight, which not all ranks have met together: their "
+                "updates are lost",
+                logging.WARNING,
+            )
+            return
+        engine.come_to_rest()
+
     def _stop_watching_hooks(self) -> None:
         if self._hook_watch is not None:
             self._hook_watch.end()
@@ -537,6 +603,10 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             self._phase.end()
         self._phase = self._figures = None
         if self._engine is not None and pipeline_of(self.lightning_module) is not None:
+            self._rest_at_the_end()
+            if self._rests is not None:
+                self._rests.end()
+                self._rests = None
             self._let_metrics_go()
             self._stop_watching_hooks()
             self._engine.retire()
@@ -765,6 +835,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             f"has left the loop over the batches of epoch {trainer.current_epoch} after {number} of them"
             f"{stops if trainer.should_stop else ''}"
         )
+        if self.deepspeed_engine.goes_on:
+            self.deepspeed_engine.come_to_rest()
 
     def on_train_end(self) -> None:
         self._refuse_step_that_was_left_out()
@@ -825,6 +897,13 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             call_hooks=self._call_hooks_before_step,
             loss=self.loss,
         )
+        if self._rests is not None:
+            self._rests.end()
+            self._rests = None
+        if trainer.state.fn == "fit":  # a checkpoint may bring a plan of another mode
+            # What the module's hooks read is watched, and not what the engine's module is asked for.
+            self.pipeline.has_told_old_weights = True
+            self._rests = Rests(trainer, engine)
         self._let_metrics_go = gather_between_pipelines(module, self.gather_state)
         self.leave_out_needless_advice()
 
@@ -839,6 +918,10 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
 
     def _call_hooks_before_step(self) -> None:
         """Call Lightning's hooks, on every rank, when the gradients of the whole step are there."""
+        with nullcontext() if self._rests is None else self._rests.step_of_update():
+            self._call_hooks_with_gradients()
+
+    def _call_hooks_with_gradients(self) -> None:
         call, trainer = self._lightning.module("trainer.call"), self._module.trainer
         for hook, arguments in (("on_after_backward", ()), ("on_before_optimizer_step", self.optimizers[:1])):
             call._call_callback_hooks(trainer, hook, *arguments)

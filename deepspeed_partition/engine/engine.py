@@ -106,7 +106,12 @@ class MadPipeEngine(ResumingEngine):
     """Function that is called once, with this rank's weights that a step has computed no gradient of, before the
     optimizer takes zeros for it."""
     before_optimizer_step: Callable[[], object] | None = None
-    """Function called on every rank once per step, with the gradients, before they are clipped and applied."""
+    """Function called on every rank once per step, with the gradients, before they are clipped and applied. Where
+    the pipeline never drains that is in the call of a later batch, or in a rest, on each rank at another time."""
+    when_losses_are_known: Callable[[], object] | None = None
+    """Function called on every rank once per step, when the steps of its batch have run: before
+    ``before_optimizer_step``, or, where the pipeline never drains, at the end of the batch's own call. It may
+    communicate with all ranks."""
     clips_optimizer_alone = False
     """Whether the norm of gradients is that of the optimizer's parameters, as under Lightning; else, as under
     DeepSpeed, that of all parameters of the module. In fp32 without ZeRO; elsewhere it is the first."""
@@ -123,6 +128,12 @@ class MadPipeEngine(ResumingEngine):
     folder_of_logs: str | None = None
     """The folder where the plan is saved if ``save_plan`` names no place. None: the folder of DeepSpeed's
     monitors, if one writes files."""
+    around_updates: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Context that a rank enters for each update of a pipeline that never drains, which comes between the
+    micro-batches of a later batch."""
+    steps_behind = 0
+    """While ``before_optimizer_step`` runs: calls of ``train_batch`` that have ended since the one that gave the
+    batch of the update."""
     runs_ahead = True
     """Whether the data of the next batch may be read before a call returns, where the pipeline never drains."""
     _endless: EndlessTraining | None = None
@@ -526,6 +537,16 @@ class MadPipeEngine(ResumingEngine):
             return self._mode_for_benchmarks
         return self.plan.weight_versions if self.plan is not None else self.options.weight_versions or FLUSH
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether no batch is in flight between two calls: all updates are done."""
+        return self._endless is None or not self._endless.is_under_way
+
+    @property
+    def updates_wait(self) -> bool:
+        """Whether updates wait for the norm of all ranks' gradients, with batches before not updated with yet."""
+        return self._endless is not None and self._endless.clips_by_all
+
     def come_to_rest(self) -> None:
         """Bring the pipeline to rest, where it never drains by itself (``weight_versions``). Collective.
 
@@ -544,10 +565,17 @@ class MadPipeEngine(ResumingEngine):
     def _begins_endless(self) -> bool:
         """Whether the next step is one of a pipeline that never drains.
 
+        A batch of another number of micro-batches than planned is trained on at rest, and drains.
+
         Raises:
             ValueError: it is asked for, and cannot be had here.
         """
         if self.weight_versions == FLUSH or self._pending.is_pending or not torch.is_grad_enabled():
+            return False
+        if self._endless is not None and self.micro_batches != self._endless.program.num_micro_batches:
+            self.come_to_rest()
+            return False
+        if self.plan is not None and self.micro_batches != self.plan.micro_batches_per_update:
             return False
         if self._endless is None:
             reason = why_not_endless(self)
@@ -588,6 +616,9 @@ class MadPipeEngine(ResumingEngine):
                 self.lr_scheduler.step(self.train_batch_size())
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
+        if self.when_losses_are_known is not None:
+            with self._lockstep.ended_by_errors():
+                self.when_losses_are_known()
 
     def _aggregate_total_loss(self) -> Any:
         if self._endless is None or not self._in_step:
@@ -738,7 +769,12 @@ class MadPipeEngine(ResumingEngine):
         return [parameter for group in self.basic_optimizer.param_groups for parameter in group["params"]]
 
     def _exec_optimizer_step(self, lr_kwargs=None):
-        if self.before_optimizer_step is not None:
+        goes_on = self._endless is not None and self._endless.is_under_way
+        if self.when_losses_are_known is not None and not goes_on:
+            self.when_losses_are_known()
+        # Where all ranks' norm is taken before, so is this.
+        has_been_called = goes_on and self._endless is not None and self._endless.clips_by_all
+        if self.before_optimizer_step is not None and not has_been_called:
             self.before_optimizer_step()
         self._planned_peak.ended(REDUCTION)
         with self._step_of_user.over_all_ranks() if self.watches_optimizer else nullcontext():

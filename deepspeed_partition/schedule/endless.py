@@ -79,6 +79,8 @@ class EndlessProgram:
     """Most micro-batches in flight on each device, over all its stages."""
     beyond_room: tuple[tuple[int, int], ...] = ()
     """Ends of boundaries at which a device may hold a tensor more than planned, see ``Program``."""
+    batch_seconds: float = 0.0
+    """Time from the loss of a batch to that of the next one, by a timetable in which nothing waits otherwise."""
 
     @property
     def batches_ahead(self) -> int:
@@ -301,12 +303,26 @@ def _repeated(
         )
         for device in devices
     )
+    last = f"F{len(times.device_of_stage) - 1}"
+    if not runs_ahead:
+        for begin in range(per_batch, num_batches * per_batch, per_batch):
+            also.append(((last, begin - 1), ("F0", begin)))
+        times = timetable.of_pattern(plan, num_batches * per_batch, "FB", also)
+    known = [times.instants[last, (batch + 1) * per_batch - 1][1] for batch in (middle - 1, middle)]
     ahead = max(_number_of(each, per_batch) for segment in segments for each in segment) - per_batch + 1
     return EndlessProgram(
         device_of_stage=program.device_of_stage, num_micro_batches=per_batch, segments=segments,
         ahead=max(0, ahead), num_slots=tuple(program.num_slots(device) for device in devices),
-        beyond_room=program.beyond_room,
+        beyond_room=program.beyond_room, batch_seconds=(known[1] - known[0]) * _seconds_of_tick(plan, times),
     )  # fmt: skip
+
+
+def _seconds_of_tick(plan: Plan, times: Timetable) -> float:
+    """Return the seconds of a tick of a timetable, by the longest forward."""
+    forwards = [each for each in plan.operations if each.operation.startswith("F")]
+    longest = max(forwards, key=lambda each: each.duration_seconds)
+    begin, end = times.instants[longest.operation, 0]
+    return longest.duration_seconds / (end - begin) if end > begin else 0.0
 
 
 def _number_of(instruction: EndlessInstruction, per_batch: int) -> int:

@@ -52,6 +52,9 @@ class Checkpointing(DeepSpeedStrategy):
     def _spread(self) -> SpreadModel:
         raise NotImplementedError("the strategy has it")
 
+    def _rest_before_checkpoint(self) -> None:
+        raise NotImplementedError("the strategy has it")
+
     @property
     def _names(self) -> OneDeviceNames:
         return self.pipeline.one_device_names
@@ -90,6 +93,7 @@ class Checkpointing(DeepSpeedStrategy):
     def _dump_checkpoint(self, dump: Callable[..., Any], connector: Any, weights_only: bool | None = None) -> Any:
         if connector.trainer.interrupted:
             self._meet()
+        self._rest_before_checkpoint()
         self._dumps_weights = bool(weights_only)
         try:
             with self.pipeline.layers_of_user.lent():

@@ -68,6 +68,8 @@ class FollowedValues(TorchFunctionMode):
         states: Gives numbers that tell whether generators of Python's and NumPy's were drawn from.
         tell_of_write: Called with the names of what is written, and of the parameters by which it is.
         buffers: Gives the name of each buffer beside the layers, by its ``id``.
+        tell_of_use: Called where values of parameters may be used, with whether the first tensor is written, with
+            the tensors and with the parameters' names; None: nobody asks.
     """
 
     def __init__(
@@ -78,8 +80,10 @@ class FollowedValues(TorchFunctionMode):
         states: Callable[[], list[int]],
         tell_of_write: Callable[[frozenset[str], frozenset[str]], None] = lambda written, by: None,
         buffers: Callable[[], Mapping[int, str]] = dict,
+        tell_of_use: Callable[[bool, list[Tensor], frozenset[str]], None] | None = None,
     ) -> None:
         super().__init__()
+        self._tell_of_use = tell_of_use
         self._read_buffers = buffers
         self._buffers: Mapping[int, str] | None = None
         self._tell_of_write = tell_of_write
@@ -130,6 +134,8 @@ class FollowedValues(TorchFunctionMode):
             self._tell(RANDOM, weights)
         written = name.endswith("_") and not name.endswith("__")
         written = written or name in ("__setitem__", "__set__") or (name.startswith("__i") and name != "__index__")
+        if weights and name != "grad" and self._tell_of_use is not None:
+            self._tell_of_use(written, given, weights)
         if written and given and weights:
             own = self._own_name(given[0])
             target = (self._sources_of(given[0]) if own is None else own) - {NOISE}

@@ -9,6 +9,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from deepspeed_partition.planner.weight_versions import FLUSH, TWO_VERSIONS
 from lightning_madpipe.compat.running_code import OTHERS
 from lightning_madpipe.compat.source_lines import line_that_sets
 from lightning_madpipe.module import PipelineCall, outside_pipeline
@@ -91,6 +92,7 @@ def _refusals_of_training(trainer: Any, module: Any, base: type, name: str) -> I
             f"{name} uses manual optimization ({line}), and with a pipeline the engine runs backward and the "
             "optimizer: leave automatic_optimization = True"
         )
+    yield from _refusals_without_drain(trainer)
     if trainer.gradient_clip_val and clips_by_value(trainer) and trainer.strategy.wraps_optimizer:
         yield (
             "gradient_clip_algorithm='value' works in 32-true with stage=0 only, because DeepSpeed's ZeRO, bf16 "
@@ -99,6 +101,23 @@ def _refusals_of_training(trainer: Any, module: Any, base: type, name: str) -> I
     for hook in ENGINE_HOOKS:
         if getattr(type(module), hook) is not getattr(base, hook):
             yield f"{name} overrides {hook}(), whose work the pipeline engine does: leave it out"
+
+
+def _refusals_without_drain(trainer: Any) -> Iterator[str]:
+    """Yield what a pipeline that never drains cannot do, where it is one."""
+    strategy, mode = trainer.strategy, trainer.strategy.asked_weight_versions
+    if mode != FLUSH and strategy.precision_plugin.precision.startswith("16"):
+        yield (
+            f"weight_versions {mode!r} is not available in fp16, where the scale of the loss depends on the step "
+            "before: use 'bf16-mixed' or '32-true', or leave weight_versions out"
+        )
+    zero = strategy.config.get("zero_optimization", {}).get("stage", 0)
+    if mode == TWO_VERSIONS and zero and trainer.gradient_clip_val:
+        yield (
+            "weight_versions '2bw' with gradient_clip_val clips by the norm of all stages, for which steps come "
+            "later, and stage=1 has room for the gradients of one batch: use stage=0, or clip nothing, or use "
+            "weight_versions 'stashing'"
+        )
 
 
 def refusals_of_callbacks(trainer: Any, callbacks: Any) -> Iterator[str]:

@@ -33,6 +33,7 @@ from lightning_madpipe.compat.hook_sentences import (
 )
 from lightning_madpipe.compat.optimizer_counts import Tell, counts_told
 from lightning_madpipe.compat.running_code import OTHERS, clears_gradients, goes_by_names, is_of_the_user
+from lightning_madpipe.compat.weights_in_flight import WeightsInFlight
 from lightning_madpipe.compat.written_weights import written_into_masters
 from lightning_madpipe.module import outside_pipeline, pipeline_of
 
@@ -61,6 +62,7 @@ class HookWatch:
         refusal: Makes the error that says a sentence.
         states: Gives what tells, for a hook of an object, whether generators were drawn from.
         leaves_loop: Called when a rank has left the loop over the batches of an epoch, before any hook.
+        in_flight: Knows of weights whose updates are under way, where the pipeline never drains.
     """
 
     def __init__(
@@ -75,9 +77,10 @@ class HookWatch:
         refusal: Callable[[str], Exception],
         states: Callable[[Any, str], Callable[[], list[int]]],
         leaves_loop: Callable[[], None],
+        in_flight: WeightsInFlight,
     ) -> None:
         self._trainer, self._module, self._optimizers = trainer, module, optimizers
-        self._leaves_loop = leaves_loop
+        self._leaves_loop, self._in_flight = leaves_loop, in_flight
         self._is_cut, self._flattened, self._refusal = is_cut, flattened, refusal
         self._norms = GradientNorms(
             module.parameters,
@@ -127,18 +130,24 @@ class HookWatch:
                     self._leaves_loop()
                 return
             self._step_is_made = False
+            place = f"{hook} of {owner}"
             mode = FollowedValues(
                 self._names,
                 self._values,
                 lambda *found: self._tell(owner, hook, *found),
                 lambda: self._states_of(action, hook)(),
-                lambda *found: self._refuse_write(f"{hook} of {owner}", *found),
+                lambda *found: self._refuse_write(place, *found),
                 self._buffers_beside,
+                self._in_flight.of_hook(place, sees_gradients=hook in WITH_GRADIENTS),
             )
-            norms = self._norms.over_all_ranks() if hook in WITH_GRADIENTS else nullcontext()
+            alone: AbstractContextManager[None] = nullcontext()
+            norms: AbstractContextManager[None] = nullcontext()
+            if hook in WITH_GRADIENTS:
+                alone = self._in_flight.without_others(place)
+                norms = self._norms.over_all_ranks(self._in_flight.why_no_norm(place))
             told = self._instead(mode, lambda *found: self._tell_of_count(owner, hook, *found))
             masters = written_into_masters(self._module, mode.written) if self._flattened else nullcontext()
-            with norms, masters, told, reached_in_hooks(self._module):
+            with alone, norms, masters, told, reached_in_hooks(self._module):
                 yield profiled
 
     @contextmanager
@@ -159,7 +168,10 @@ class HookWatch:
         )
         told = self._instead(mode, lambda *found: self._tell_of_count(owner, name, *found))
         masters = written_into_masters(self._module, mode.written) if self._flattened else nullcontext()
-        with masters, told, reached_in_hooks(self._module):
+        alone = (
+            nullcontext() if name.startswith(PRE_HOOK) else self._in_flight.without_others(f"{name} of {owner}")
+        )
+        with alone, masters, told, reached_in_hooks(self._module):
             yield
 
     @contextmanager

@@ -13,6 +13,10 @@ that gives the loss of the batch. It is tried again
   epoch if the last trial is 64 steps ago;
 - before steps 2, 4, 8, ..., 128, and before each 128th from there on, whatever the batches are.
 
+Where the pipeline never drains (``weight_versions``) a trial brings it to rest, and a batch that shows a sign of
+another loss cannot be given up: the next one is tried, before it is trained on. A loss that has to be computed
+once is refused there.
+
 A trial costs a forward of the batch, and the loss on it three times. What is looked at in every step are counts of
 the values of labels and masks, the operations of the loss, and numbers on the module. So a loss that turns out to
 be another one is trained as such from the very step on that shows it; where a regular trial shows what nothing
@@ -33,6 +37,7 @@ from deepspeed_partition.engine.pipeline.plan_engine import LossCost
 from deepspeed_partition.engine.runtime.collectives import gather_objects, reduced
 from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.planner.units import counted
+from deepspeed_partition.planner.weight_versions import FLUSH
 from lightning_madpipe.module import outside_pipeline
 from lightning_madpipe.steps.batch_runs import BatchRun
 from lightning_madpipe.steps.batches import not_by_samples
@@ -123,7 +128,8 @@ class LossOfBatches:
             if not self.once:
                 # Layers that run out of memory here do so where they are trained, too, and may then be cut
                 # anew. If they do not, the loss is one that was not tried, and the batch is given up for that.
-                self._try_where_needed(window, flushes, is_last=not self.engine.runs_lists)
+                is_last = not self.engine.runs_lists or self._never_drains
+                self._try_where_needed(window, flushes, is_last=is_last)
             self._give_losses(window)
         self.engine.flushes = flushes if self.once else None
         self._watch()
@@ -143,6 +149,12 @@ class LossOfBatches:
         # Where DeepSpeed's own schedule runs, a batch that has begun cannot be given up.
         may_be_tried = self.option == "auto" and self.num_micro_batches > 1 and not self.once
         self.steps.watches = may_be_tried and self.engine.runs_lists
+        self.steps.gives_up = not self._never_drains
+
+    @property
+    def _never_drains(self) -> bool:
+        """Whether a batch that has begun cannot be given up, because others are in flight beside it."""
+        return self.engine.weight_versions != FLUSH
 
     def _give_losses(self, window: Sequence[BatchRun]) -> None:
         for run in window:
@@ -169,7 +181,8 @@ class LossOfBatches:
             self._switch(flushes, "")
             return
         differing = [self._may_differ(run) for run in window]
-        has_changed = self._module_has_changed()
+        has_changed = self._module_has_changed() or self.steps.has_seen_sign
+        self.steps.has_seen_sign = False
         # Where nothing is explained yet, as by a batch without a gradient, each may be the one that shows it.
         untried = [self._fitting is None and len(run.micro_batches) > 1 for run in window]
         due = [has_changed or self._is_due() or untried[0], *untried[1:]]
@@ -379,8 +392,15 @@ class LossOfBatches:
 
     def _switch(self, flushes: tuple[int, ...], why: str) -> None:
         """Run the step once per batch from now on."""
-        self.once = True
         since = self._since() if why and self._num_steps > 1 else ""
+        if self._never_drains:
+            mode = self.engine.weight_versions
+            raise self.refusal(
+                f"the loss of training_step is no mean over samples ({why}){since}, so it would be computed once "
+                f"on all outputs of each batch, for which the pipeline drains, and weight_versions {mode!r} never "
+                "does: loss='mean' takes the mean over micro-batches instead; or leave weight_versions out"
+            )
+        self.once = True
         try:
             self.engine.take_losses_of_batches(flushes)
         except ValueError as error:

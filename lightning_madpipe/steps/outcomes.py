@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +68,8 @@ class Outcomes:
         self._device = engine.device
         self._told: set[str] = set()
         self._before: Leftovers | None = None
+        self._changes: list[Change] = []
+        """What the steps of the batch had changed before an update came between them."""
         self._undo: Callable[[], object] | None = None
         """Undoes what the steps of a batch that is given up have left on the module."""
 
@@ -79,13 +82,27 @@ class Outcomes:
         """Remember what the module is before the steps, on the rank that runs whole steps, once that is known."""
         engine, is_cut = self._engine, self._pipeline.num_stages > 1
         undoable = engine.may_run_again
-        may_be_undone = self._steps.watches and torch.is_grad_enabled()
+        may_be_undone = self._steps.watches and self._steps.gives_up and torch.is_grad_enabled()
+        self._changes = []
         before = None
         if is_cut or undoable or may_be_undone:
             before = self._steps.leftovers(undoable=undoable, may_be_undone=may_be_undone)
         self._before = before if is_cut else None
         self._undo = before.undo if before is not None and may_be_undone else None
         engine.when_given_up = before.undo if before is not None and undoable else None
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Take nothing of what runs meanwhile for a change by the steps of the batch: hooks run on each rank."""
+        if self._before is None:
+            yield
+            return
+        step = "training_step"
+        self._changes += _as_they_are(self._taken_changes(step), self._device)
+        try:
+            yield
+        finally:
+            self._before = self._steps.leftovers()
 
     def forget(self) -> None:
         """Forget what the module was before the steps: nothing of them stays."""
@@ -146,6 +163,17 @@ class Outcomes:
             results = [result_of(run.done, rules) for run in window]
         except ValueError as raised:
             error = self._refusal(str(raised))
+        changes = [*self._changes, *self._taken_changes(step)]
+        changes += self._left_on_layers()
+        self._before = None
+        self._changes = []
+        calls = [call for micro_batch in in_order for call in micro_batch.calls]
+        batches = [_written_back(run) for run in window]
+        draws = self._steps.draws.left()
+        return Outcome(results, changes, calls, self._trainer.should_stop, error, draws, batches)
+
+    def _taken_changes(self, step: str) -> list[Change]:
+        """What steps have changed since :meth:`remember`, and say what of it other ranks do not see."""
         changes = [] if self._before is None else self._before.changes()
         for kind in [] if self._before is None else self._before.changed_objects():
             self._say(
@@ -161,12 +189,7 @@ class Outcomes:
                 f"{self._steps.call.called} also MadPipeStrategy(loss='batch') or num_micro_batches=1 does as one "
                 "process"
             )
-        changes += self._left_on_layers()
-        self._before = None
-        calls = [call for micro_batch in in_order for call in micro_batch.calls]
-        batches = [_written_back(run) for run in window]
-        draws = self._steps.draws.left()
-        return Outcome(results, changes, calls, self._trainer.should_stop, error, draws, batches)
+        return changes
 
     def _held_by_layers(self, changes: Sequence[Change]) -> list[tuple[str, str]]:
         """The attributes that were changed in place and that one of a layer names, too, each with that one."""
@@ -237,6 +260,12 @@ class Outcomes:
                 metric._forward_cache = value.batch_value  # what Lightning takes for the value on_step
                 log_call = {**log_call, "value": metric}
             self._module.log(**log_call)
+
+
+def _as_they_are(changes: list[Change], device: torch.device) -> list[Change]:
+    """Copies of changes, of which what changes later is no part; themselves where they cannot be copied."""
+    parcel, _ = pickled(packed(changes))
+    return changes if parcel is None else unpacked(pickle.loads(parcel), device)
 
 
 def _written_back(run: BatchRun) -> dict[int, Tensor]:

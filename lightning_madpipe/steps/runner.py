@@ -47,7 +47,8 @@ class BatchRunner:
         batch_numbers: Counts batches, alike on all ranks.
         lightning: The package of the module's class.
         comparison: Compares the layers with ``forward``.
-        call_hooks: Called when the gradients of a step are there, and what its batches did is known.
+        call_hooks: Called when the gradients of a step are there, and what its batches did is known; where the
+            pipeline never drains that is during a later batch.
         loss: How the loss of a batch comes from its micro-batches, see ``LossOfBatches``.
     """
 
@@ -149,6 +150,7 @@ class BatchRunner:
         asks = self._comparison.look_is_due(epoch_begins=self._epoch_begins) or bool(changed)
         self._epoch_begins = False
         if engine.meet(sum(len(run.micro_batches) for run in window), asks=asks):
+            engine.come_to_rest()
             self._comparison.compare_again(window[0], changed)
         self._losses.prepare(window)
         while not self._is_trained_on(window):
@@ -173,7 +175,8 @@ class BatchRunner:
         if engine.global_steps == 0:
             first = window[0].micro_batches[0]
             engine.set_train_micro_batch_size(first.size)  # known now; the plan's chain names it
-        engine.before_optimizer_step = lambda: self._before_optimizer_step(window)
+        engine.when_losses_are_known = lambda: self._share_results(window)
+        engine.before_optimizer_step, engine.around_updates = self._call_hooks, self._outcomes.apart
         engine.around_measurements = lambda: self._measurement(in_order)
         self.steps.draws.begin(len(window))
         self._outcomes.begin()
@@ -285,6 +288,7 @@ class BatchRunner:
 
     def _forward_only(self, run: BatchRun) -> str | None:
         """Take a batch through the pipeline, of which nothing stays; return what a layer raised on some rank."""
+        self._engine.come_to_rest()  # before batches in flight would be taken for a part of it
         layers = [layer for layer in self._pipeline.forward_funcs if isinstance(layer, nn.Module)]
         with (
             torch.inference_mode(False),
@@ -305,13 +309,12 @@ class BatchRunner:
                 self._outcomes.forget()
         return None
 
-    def _before_optimizer_step(self, window: Sequence[BatchRun]) -> None:
-        """Let every rank have what the steps did, then call the hooks that see the gradients of all of it."""
+    def _share_results(self, window: Sequence[BatchRun]) -> None:
+        """Let every rank have what the steps did."""
         self._comparison.note_settings()
         self._results = self._outcomes.share_with_pipeline(window)
         for result in self._results:
             self._outcomes.log_again(result)
-        self._call_hooks()
 
     # Micro-batches
 
@@ -345,6 +348,7 @@ class BatchRunner:
             with self.steps.rehearsal(), self._pipeline.elsewhere.everything_hidden():
                 inputs = self.steps.inputs(run.micro_batches[0], on_all_ranks=True)
             if self._comparison.is_due:
+                self._engine.come_to_rest()
                 self._comparison.compare(inputs, run, [])
             self._rehearsed.add(key)
         return run

@@ -105,6 +105,9 @@ class UserSteps:
         self._told: set[str] = set()
         self.watches = False
         """Whether a training step that shows a sign of a loss that was not tried gives its batch up."""
+        self.gives_up = True
+        """Whether that ends the batch, which begins anew; else ``has_seen_sign`` is set, and it goes on."""
+        self.has_seen_sign = False
         self._tried: set[tuple[str, str]] = set()
         """Operations in losses that were tried."""
         self._tried_names: set[str] = set()
@@ -356,6 +359,9 @@ class UserSteps:
             self._give_up(micro_batch)
 
     def _give_up(self, micro_batch: MicroBatch) -> None:
+        if not self.gives_up:
+            self.has_seen_sign = True
+            return
         micro_batch.is_untried = True
         raise UntriedLossError(f"the loss of {micro_batch.step} is not the one that was tried")
 

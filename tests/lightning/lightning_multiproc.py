@@ -31,6 +31,7 @@ from tests.choice import is_chosen  # noqa: E402
 from tests.engine.harness import forget_engines, share_groups  # noqa: E402
 from tests.lightning import (  # noqa: E402
     after_fit_cases,
+    asynchronous_cases,
     beside_cases,
     call_state_cases,
     callback_cases,
@@ -338,7 +339,7 @@ class Loops:
 
 
 KINDS: dict[str, list[Any]] = {
-    "loops": [Loops, epoch_cases, map_cases],
+    "loops": [Loops, epoch_cases, map_cases, asynchronous_cases],
     "steps": [step_cases, gradient_cases],
     "losses": [loss_cases],
     "callbacks": [callback_cases],

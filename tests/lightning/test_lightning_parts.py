@@ -411,7 +411,7 @@ def test_given_options_win_over_the_configuration() -> None:
             {"config": {"pipeline": {"madpipe": {"shard_weights": True}}}},
             ["shard_weights", "a Trainer reads all of them", "train under DeepSpeed"],
         ),
-        ({"weight_versions": "2bw"}, ["weight_versions is '2bw'", "never drains", "train under DeepSpeed"]),
+        ({"weight_versions": "2bw", "loss": "batch"}, ["loss='batch'", "weight_versions '2bw' never does"]),
         ({"num_micro_batches": 0}, ["num_micro_batches", "at least 1"]),
         ({"num_stages": True}, ["num_stages", "True"]),
         ({"stage": 2}, ["stage is 2", "0 or 1"]),

@@ -367,6 +367,17 @@ def test_what_cannot_work_is_refused_on_every_rank(two: Records, reason: str, se
         assert refusal.startswith("MisconfigurationException")
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        "stashing, momentum", "stashing, adam", "2bw, momentum", "2bw, adam", "vertical-sync, momentum",
+        "vertical-sync, adam",
+    ],
+)  # fmt: skip
+def test_a_pipeline_that_never_drains_trains_as_delayed_updates_in_one_process(two: Records, case: str) -> None:
+    assert two.of("never_drains")[case]["delay"] == 1  # the case compares
+
+
 def test_lightning_starts_the_processes(two: Records, tmp_path: Path) -> None:
     arguments, log = ["launcher", "2", str(tmp_path / "launcher")], tmp_path / "log"
     check_end(run_ranks(SCRIPT, arguments, None, log, timeout_seconds=TIMEOUT_SECONDS), "launcher", log)

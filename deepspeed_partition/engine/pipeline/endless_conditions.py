@@ -18,6 +18,7 @@ from deepspeed_partition.engine.pipeline.shared_weights import listed
 from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.planner.errors import PlanMismatchError
 from deepspeed_partition.planner.plan import Plan
+from deepspeed_partition.planner.units import format_seconds
 from deepspeed_partition.planner.weight_versions import TWO_VERSIONS
 from deepspeed_partition.schedule.endless import EndlessProgram
 
@@ -77,6 +78,13 @@ def announce_endless(engine: MadPipeEngine, mode: str, program: EndlessProgram) 
     clips = engine.gradient_clipping() and engine.num_stages > 1
     if clips:
         announce(CLIPS_BY_ALL if mode == TWO_VERSIONS else CLIPS_BY_OWN.format(mode=mode))
+    if engine.plan is not None and not engine.runs_ahead and engine.num_stages > 1:
+        planned = engine.plan.period_seconds * program.num_micro_batches
+        announce(
+            "the data of a batch come when the losses of the one before are known, so forwards do not run ahead of "
+            f"it: an update is to take {format_seconds(program.batch_seconds)}, and {format_seconds(planned)} in the "
+            "plan, whose forwards do"
+        )
     versions = None if engine.plan is None else engine.plan.versions
     if versions is None or new_flat_buffers(engine.optimizer) is None:
         return
@@ -106,11 +114,6 @@ def why_not_endless(engine: Any) -> str | None:
         return "it needs the pattern of a plan: give partition_method='madpipe', or a plan"
     if not CAN_KEEP_COUNTS:
         return "it needs torch 2.4 or newer"
-    if engine.data_ends_with_batch:
-        return (
-            "under Lightning each batch of data has an iterator and hooks of its own, and updates would come in "
-            "the call of a later one: train by DeepSpeed's train_batch"
-        )
     if engine.flushes is not None:
         return "the loss is that of a whole batch, so that each batch drains the pipeline"
     stage_of = {

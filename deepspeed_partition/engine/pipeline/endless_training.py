@@ -16,9 +16,10 @@ place of the lists, and the engine refuses further steps.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -149,6 +150,8 @@ class EndlessTraining:
         engine._lockstep.begin_batch(engine._transfers.ranks[0])
         with engine._lockstep.ended_by_errors():
             if self._meetings is None:
+                # Schedules step behind the first call, and the optimizer later, which torch would warn of.
+                engine.basic_optimizer._opt_called = True
                 engine._step_of_user.look()  # before ranks come to their first update one after the other
                 self._meetings = Meetings(engine._pipelines(), self._devices[self._last_stage])
             engine._begin_batch(self._per_batch)
@@ -226,6 +229,7 @@ class EndlessTraining:
             self._raise_failure()
         if self._attempt.has_failed:
             self._fail_at_next_meeting()
+        self._show_newest()
         self.num_trained += 1
         if not self._reads:
             engine.batch_data.count_unread(self._per_batch)
@@ -243,6 +247,12 @@ class EndlessTraining:
             self._drain()
             engine.batch_data.put_back(self._unused(), self._error_of_data)
         return True
+
+    def _show_newest(self) -> None:
+        """Let a program that looks between two calls find the newest weights, and no gradients to clear."""
+        for stage, weights in self._weights.items():
+            self._gradients[stage].put_aside()
+            weights.use(weights.newest)
 
     def _read_ahead(self, batch: int) -> int:
         """Read the data that this call may begin with; return of how many batches of the run it is there."""
@@ -371,6 +381,9 @@ class EndlessTraining:
         for gradients in self._gradients.values():
             gradients.use(batch)
         engine.end_batch(steps=False)
+        if engine.before_optimizer_step is not None:
+            with engine.around_updates(), self._behind(batch):
+                engine.before_optimizer_step()
         squares, is_part = squares_of_gradients(engine)
         self._norms[batch] = self._meetings.begin_sum(
             squares if is_part else squares / self._meetings.num_pipelines
@@ -397,6 +410,8 @@ class EndlessTraining:
         engine.global_steps, engine.global_samples, engine.lr_scheduler = steps, samples, None
         try:
             with (
+                engine.around_updates(),
+                self._behind(batch),
                 self._settings.applied(settings),
                 counts_kept(self._parameters),
                 norms_of_this_rank(engine.optimizer),
@@ -412,6 +427,15 @@ class EndlessTraining:
             gradients.used()
         for weights in self._all_weights():
             self._let_go(weights)
+
+    @contextmanager
+    def _behind(self, batch: int) -> Iterator[None]:
+        """Let the engine know, for what it calls meanwhile, how long ago the call of a batch was."""
+        self._engine.steps_behind = self.num_trained - batch
+        try:
+            yield
+        finally:
+            self._engine.steps_behind = 0
 
     def _all_weights(self) -> list[Weights]:
         return list({id(each): each for each in self._weights.values()}.values())
@@ -469,6 +493,9 @@ class EndlessTraining:
         engine, attempt = self._engine, self._attempt
         found = [each for each in gather_objects(attempt.told_failure()) if each is not None]
         watch.forget_failures()
+        for weights in self._all_weights():
+            weights.use(weights.newest)
+        announce(LOST_UPDATES, logging.WARNING)
         first = min(found, key=lambda each: (each.order, each.rank))
         self._run = None
         engine._lockstep.end_together(
@@ -478,6 +505,10 @@ class EndlessTraining:
         raise_everywhere(first, attempt.failure)
 
 
+LOST_UPDATES = (
+    "an error has ended training while batches were in flight: their updates are lost, and weights of different "
+    "stages are of different updates. Go on from a checkpoint"
+)
 ANOTHER_ITERATOR = (
     "train_batch was given another iterator while forwards run ahead on what was read from the one before: call "
     "engine.come_to_rest() on every rank first, which gives these micro-batches back"

@@ -64,13 +64,18 @@ class GradientNorms:
         self._have_met_for_the_last_time = True
 
     @contextmanager
-    def over_all_ranks(self) -> Iterator[None]:
-        """Let ``clip_grad_norm_`` count all ranks meanwhile. Collective: every rank runs the same hook."""
+    def over_all_ranks(self, why_not: str | None = None) -> Iterator[None]:
+        """Let ``clip_grad_norm_`` count all ranks meanwhile. Collective: every rank runs the same hook.
+
+        Args:
+            why_not: Why ranks cannot meet here, for which a norm over several gradients is refused; not collective
+                then.
+        """
         of_one_rank = getattr(clip_grad, NAME, None)
         if of_one_rank is None:
             yield
             return
-        self._have_met_for_the_last_time = self._flattened
+        self._have_met_for_the_last_time = self._flattened or why_not is not None
 
         def total_norm(
             tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
@@ -80,6 +85,8 @@ class GradientNorms:
             given_to_clip = _first_argument(sys._getframe(1))
             if isinstance(given_to_clip, Tensor):
                 return of_one_rank(tensors, norm_type, error_if_nonfinite, foreach)
+            if why_not is not None:
+                raise self._refusal(why_not)
             return self._total(tensors, float(norm_type), error_if_nonfinite, given_to_clip)
 
         setattr(clip_grad, NAME, total_norm)

@@ -109,16 +109,28 @@ class Gradients:
         """Let the parameters have the gradients of a batch, which are added up there."""
         if batch == self._batch:
             return
-        if self._batch is not None:
-            self._aside[self._batch] = [
-                [getattr(parameter, name, None) for name in self._NAMES] for parameter in self._parameters
-            ]
+        self.put_aside()
         found = self._aside.pop(batch, [(None, None)] * len(self._parameters))
         for parameter, gradients in zip(self._parameters, found, strict=True):
             for name, gradient in zip(self._NAMES, gradients, strict=True):
                 if hasattr(parameter, name):
                     setattr(parameter, name, gradient)
         self._batch = batch
+
+    def put_aside(self) -> None:
+        """Let the parameters have no gradients until :meth:`use` gives them those of a batch."""
+        if self._batch is not None:
+            self._aside[self._batch] = [
+                [getattr(parameter, name, None) for name in self._NAMES] for parameter in self._parameters
+            ]
+            self._batch = None
+            self._clear()
+
+    def _clear(self) -> None:
+        for parameter in self._parameters:
+            for name in self._NAMES:
+                if hasattr(parameter, name):
+                    setattr(parameter, name, None)
 
     def used(self) -> None:
         """Note that the gradients which the parameters had were used up."""
@@ -128,10 +140,7 @@ class Gradients:
         """Forget all gradients."""
         self._batch = None
         self._aside.clear()
-        for parameter in self._parameters:
-            for name in self._NAMES:
-                if hasattr(parameter, name):
-                    setattr(parameter, name, None)
+        self._clear()
 
 
 class FlatGradients(Gradients):
@@ -151,6 +160,9 @@ class FlatGradients(Gradients):
             for place, weight in enumerate(weights)
             if id(weight) in mine
         ]
+
+    def put_aside(self) -> None:
+        """Leave the gradients in the buffer, where no program clears them by its parameters."""
 
     def use(self, batch: int) -> None:
         if batch == self._batch:

@@ -555,6 +555,19 @@ class AnyPlanEngine(AnyBoundaryEngine):
         if self.runs_lists and self._lockstep.goes_on and dist.get_world_size() > 1:
             self._lockstep.begin_together(0, leaves=words)
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether no error has ended what the ranks do together."""
+        return self._lockstep.goes_on
+
+    def check_that_it_goes_on(self) -> None:
+        """Refuse to go on after an error that has ended what the ranks do together.
+
+        Raises:
+            RuntimeError: there was such an error.
+        """
+        self._lockstep.check_that_it_goes_on()
+
     def tell_at_next_batch(self, error: BaseException) -> None:
         """Let the other ranks raise an error of this rank, met between two batches, when they begin the next.
 
