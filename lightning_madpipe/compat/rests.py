@@ -1,7 +1,8 @@
 """Where a pipeline that never drains comes to rest under Lightning.
 
 Batches follow one another, and their updates come later. Whoever looks at the model between two of them, such as
-validation, a checkpoint or the end of an epoch, is to find one version of it, with the updates of all batches so far.
+validation, a checkpoint or the end of an epoch, is to find one version of it, with the updates of all batches
+so far.
 """
 
 from __future__ import annotations

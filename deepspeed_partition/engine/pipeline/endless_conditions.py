@@ -79,11 +79,11 @@ def announce_endless(engine: MadPipeEngine, mode: str, program: EndlessProgram) 
     if clips:
         announce(CLIPS_BY_ALL if mode == TWO_VERSIONS else CLIPS_BY_OWN.format(mode=mode))
     if engine.plan is not None and not engine.runs_ahead and engine.num_stages > 1:
-        planned = engine.plan.period_seconds * program.num_micro_batches
+        here, ahead = program.batch_seconds, engine.plan.period_seconds * program.num_micro_batches
         announce(
-            "the data of a batch come when the losses of the one before are known, so forwards do not run ahead of "
-            f"it: an update is to take {format_seconds(program.batch_seconds)}, and {format_seconds(planned)} in the "
-            "plan, whose forwards do"
+            "the data of a batch come when the losses of the one before are known, so forwards do not run ahead "
+            f"of it: an update is to take {format_seconds(here)}, and {format_seconds(ahead)} in the plan, whose "
+            "forwards do"
         )
     versions = None if engine.plan is None else engine.plan.versions
     if versions is None or new_flat_buffers(engine.optimizer) is None:
