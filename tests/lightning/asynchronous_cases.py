@@ -164,7 +164,7 @@ def fits(host: cases.Host, mode: str, turn: int, optimizer: str, *, decays: bool
 
 
 def never_drains(host: cases.Host) -> dict[str, Any]:
-    """Losses, weights, logs and hooks of each mode and two optimizers, with a schedule, clipping and validation."""
+    """Losses, weights, logs and hooks of each mode, with a schedule, clipping and validation."""
     runs = {}
     for turn, (mode, optimizer) in enumerate(itertools.product(MODES, ("momentum", "adam"))):
         clip = 0.05 if mode == "2bw" else 0.0
