@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import statistics
 import sysconfig
 import time
 from collections import Counter
@@ -116,8 +117,10 @@ def train(partition_method: str, steps: int, tokens: Tensor) -> tuple[deepspeed.
             "gradient_clipping": 1.0,
         },
     )
+    if partition_method == "madpipe":
+        engine.watch_steps()
     data = micro_batches(tokens, seed=1)
-    seconds, peak_bytes = [], 0
+    seconds, in_pipeline, peak_bytes = [], [], 0
     for step in range(steps):
         started = time.perf_counter()
         if step == 2:
@@ -126,9 +129,11 @@ def train(partition_method: str, steps: int, tokens: Tensor) -> tuple[deepspeed.
             peak_bytes = live.peak_bytes
             continue
         engine.train_batch(data)
-        if step > 2:  # the first step plans, the second one warms up
-            seconds.append(time.perf_counter() - started)
-    return engine, Measured(tuple(seconds), peak_bytes)
+        seconds.append(time.perf_counter() - started)
+        if partition_method == "madpipe":
+            in_pipeline.append(engine.figures_of_steps().step_seconds)
+    # The first step plans, the second one warms up.
+    return engine, Measured(tuple(seconds[2:]), peak_bytes, tuple(in_pipeline[2:]))
 
 
 def main() -> None:
@@ -144,7 +149,7 @@ def main() -> None:
     ranks = gathered(measured)
     if engine.global_rank == 0:
         print(engine.plan.summary())
-        print_report(engine.plan, ranks)
+        print_report(engine.plan, ranks, statistics.median(measured.pipeline_seconds))
     _, default = train("parameters", 10, tokens)
     others = gathered(default)
     if engine.global_rank == 0:

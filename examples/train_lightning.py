@@ -156,13 +156,14 @@ def main() -> None:
     accuracy = trainer.test(model, test, verbose=False)[0]["accuracy"]
     ranks, others = gathered(meter.after()), gathered(meter.before())
     if trainer.is_global_zero:
-        print_report(strategy.plan, ranks)
-        print(measured_step(MeasuredTimeline.load(timeline), width=68).rstrip())
+        steps = MeasuredTimeline.load(timeline)
+        print_report(strategy.plan, ranks, steps.compare(strategy.plan).measured_step_seconds)
+        print(measured_step(steps, width=68).rstrip())
         print(f"test accuracy {accuracy:.1%} after {epochs} epochs in {seconds:.0f} s")
         after, before = (max(rank.median_seconds for rank in each) for each in (ranks, others))
         pause = meter.pause_seconds()
         print(
-            f"a step took {format_seconds(before)} on DeepSpeed's default cut ('parameters') and takes "
+            f"a step took {format_seconds(before)} on DeepSpeed's default cut ('parameters') and takes\n"
             f"{format_seconds(after)} on MadPipe's: {before / after:.2f} times as fast, after a pause of "
             f"{format_seconds(pause)}"
         )

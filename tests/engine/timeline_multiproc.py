@@ -164,9 +164,15 @@ def who_does_not_ask_pays_nothing(folder: Path) -> None:
 
 
 def steps_of_one_plan_and_one_length(folder: Path) -> None:
-    """A shorter step is left out; another plan begins anew."""
+    """A shorter step is left out, and so is one that was given up (once the first one); another plan begins anew."""
     path = folder / "timeline.json"
     engine, _, _ = begin(mlp(), plan_for((0, 1, 0), MAPS[0, 1, 0]), saving_to(path))
+    failing = patch.object(engine.module, "loss_fn", side_effect=ValueError("not this batch"))
+    with failing, raised(ValueError, "not this batch"):
+        engine.train_batch(mine(engine, batches(1)))
+    engine.eval_batch(mine(engine, batches(1)), num_micro_batches=NUM_MICRO_BATCHES)
+    dist.barrier()
+    assert not path.exists()
     train(engine, batches(2))
     engine.micro_batches = NUM_MICRO_BATCHES // 2
     engine.train_batch(mine(engine, batches(1)))

@@ -381,6 +381,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
             self._is_plain = self._passes.begin()
             if self.sharded is not None:
                 self.sharded.begin(program.lists[self.stage_id], trains=torch.is_grad_enabled())
+            if self._recorder is not None:
+                self._recorder.forget()
             with self._recorded() as execute:
                 if execute == self._execute and type(self)._execute is AnyPlanEngine._execute:
                     execute = self._batch.execute
@@ -397,6 +399,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
                 if self.sharded is not None:
                     self.sharded.finish()
             self._told_loss = self._batch.agree(self._passes.loss_in_bits() if self._is_plain else 0)
+            if self._recorder is not None and self.module.madpipe_cut.plan is not None:
+                self._recorder.keep(self.module.madpipe_cut.plan, self._transfers)
             if torch.is_grad_enabled():
                 self.end_batch()
 
@@ -466,7 +470,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
         recorder, plan = self._recorder, self.module.madpipe_cut.plan
         if recorder is None or plan is None or not recorder.wants_more or not torch.is_grad_enabled():
             return nullcontext(self._execute)
-        return recorder.step(plan, self._transfers, self._execute)
+        return recorder.step(self._transfers, self._execute)
 
     def _execute(self, instruction: Instruction) -> None:
         self._batch.execute(instruction)

@@ -35,22 +35,35 @@ class Recorder:
         self._plan: Plan | None = None
         self._num_micro_batches = 0
         self._steps: list[TimedStep] = []
+        self._part: DeviceTrace | None = None
+        """What this rank recorded of a step of which nobody knows yet whether it went well."""
 
     @property
     def wants_more(self) -> bool:
         return self._num_left > 0
 
     @contextmanager
-    def step(self, plan: Plan, transfers: Transfers, execute: Execute) -> Iterator[Execute]:
+    def step(self, transfers: Transfers, execute: Execute) -> Iterator[Execute]:
         """Record a step of all ranks of a pipeline: yield what to call in the place of ``execute``."""
-        self._num_left -= 1
         if 0 not in transfers.ranks:
             self._num_left = 0
             yield execute
             return
         with recorded(transfers, self._device, execute) as step:
             yield step.execute
-        parts = _gather(step.part, transfers)
+        self._part = step.part
+
+    def forget(self) -> None:
+        """Forget a step that was recorded and given up."""
+        self._part = None
+
+    def keep(self, plan: Plan, transfers: Transfers) -> None:
+        """Write the step that was recorded, if one was: no rank has given it up. Collective over the pipeline."""
+        part, self._part = self._part, None
+        if part is None:
+            return
+        self._num_left -= 1
+        parts = _gather(part, transfers)
         if dist.get_rank() == 0:
             self._write(plan, parts)
 
@@ -84,6 +97,7 @@ class Recorder:
             announce(
                 f"{self._path}: {NUM_STEPS} steps of {format_seconds(found.measured_step_seconds)}"
                 + ("" if planned is None else f", planned {format_seconds(planned)}")
+                + ", without the optimizer"
             )
 
 
