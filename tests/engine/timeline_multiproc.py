@@ -164,7 +164,7 @@ def who_does_not_ask_pays_nothing(folder: Path) -> None:
 
 
 def steps_of_one_plan_and_one_length(folder: Path) -> None:
-    """A shorter step is left out, and so is one that was given up (once the first one); another plan begins anew."""
+    """Without a shorter step, and without one that was given up (once the first one); another plan begins anew."""
     path = folder / "timeline.json"
     engine, _, _ = begin(mlp(), plan_for((0, 1, 0), MAPS[0, 1, 0]), saving_to(path))
     failing = patch.object(engine.module, "loss_fn", side_effect=ValueError("not this batch"))
