@@ -157,6 +157,9 @@ class LossOfBatches:
         return self.engine.weight_versions != FLUSH
 
     def _give_losses(self, window: Sequence[BatchRun]) -> None:
+        is_by_classes = self.weight[0] == "class weights" and not self.once
+        known = class_weights_of(outside_pipeline(self.module)) if is_by_classes else {}
+        self.steps.class_weights.in_use = known.get(str(self.weight[-1]))
         for run in window:
             self._give_loss(run)
         self._looked_at = None  # it holds a batch

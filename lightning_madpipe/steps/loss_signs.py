@@ -3,16 +3,20 @@
 - The graph of the loss: a term that begins brings operations, a scalar factor that is no longer 0, or a scalar on
   the other side of a threshold (``loss.clamp(max=8)``), which the steps that were tried had not. It is read where
   the step of a micro-batch has just run, so that the batch can still be given up and tried.
+- The class weights of a cross-entropy in that graph: they are others than those that were tried, and than those by
+  which micro-batches are weighted.
 - The names of what is logged and returned: a number that is no mean is named when it first appears.
 - The module: an attribute that is a number, a flag or a string, and the epoch.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 from torchmetrics import Metric
@@ -37,21 +41,89 @@ class UntriedLossError(Exception):
     """Ends a batch whose loss may come from its micro-batches otherwise than in the steps that were tried."""
 
 
-def operations_of(loss: Tensor, ends: Collection[Any]) -> Operations:
-    """What computes ``loss``, down to the nodes ``ends``, which made the outputs of the pipeline."""
-    pairs = set()
+class LossGraph(NamedTuple):
+    """What computes a loss from the outputs of the pipeline."""
+
+    operations: Operations
+    class_weights: list[Tensor]
+    """Those of its cross-entropies."""
+
+
+def graph_of(loss: Tensor, ends: Collection[Any]) -> LossGraph:
+    """Read what computes ``loss``, down to the nodes ``ends``, which made the outputs of the pipeline."""
+    pairs, class_weights = set(), []
     todo, names = [loss.grad_fn], {loss.grad_fn: _name_of(loss.grad_fn)}
     while todo and len(names) < MOST_NODES:
         node: Any = todo.pop()
         if node is None or node in ends:
             continue
         name = names[node]
+        if name.startswith("NllLoss") and (weight := _saved(node, "_saved_weight")) is not None:
+            class_weights.append(weight)
         for following, _ in node.next_functions:
             if following not in names:
                 names[following] = "outputs" if following in ends else _name_of(following)
                 todo.append(following)
             pairs.add((name, names[following]))
-    return frozenset(pairs)
+    return LossGraph(frozenset(pairs), class_weights)
+
+
+def _saved(node: Any, name: str) -> Tensor | None:
+    """A tensor that a node has kept; None where it has none, or a backward has freed it."""
+    try:
+        kept = getattr(node, name, None)
+    except RuntimeError:
+        return None
+    return kept if isinstance(kept, Tensor) else None
+
+
+class ClassWeights:
+    """The class weights of losses that were tried, and whether others are a sign of another loss.
+
+    Such weights count if they are others than those by which micro-batches are weighted, and were not in a loss
+    that was tried; and of those that change from step to step the 1st, 2nd, 4th, 8th, ... new ones do.
+    """
+
+    def __init__(self) -> None:
+        self.in_use: Tensor | None = None
+        """Those by which the micro-batches of this batch are weighted; None: by no class weights."""
+        self._tried: set[bytes] = set()
+        self._given_up_for: set[bytes] = set()
+        self._num_new = 0
+        self._last: tuple[Tensor, int, bytes] | None = None
+
+    def note(self, weights: Collection[Tensor]) -> None:
+        """Note those of a loss that is tried."""
+        self._tried.update(map(self._mark, weights))
+
+    def are_others(self, weights: Collection[Tensor]) -> bool:
+        """Whether those of a loss are a sign that it is not one that was tried."""
+        for weight in weights:
+            if self.in_use is not None and (
+                _is_one(weight, self.in_use) or torch.equal(weight, self.in_use.to(weight))
+            ):
+                continue
+            mark = self._mark(weight)
+            if mark in self._given_up_for or (self.in_use is None and mark in self._tried):
+                continue
+            self._given_up_for.add(mark)  # tried once, even if the trial does not tell them apart
+            self._num_new += 1
+            if self._num_new & (self._num_new - 1) == 0:
+                return True
+        return False
+
+    def _mark(self, weight: Tensor) -> bytes:
+        # Reading them waits for the device, so those that were read last are not read again. They are kept, so
+        # that no other tensor comes to their place in memory.
+        if self._last is None or not _is_one(weight, self._last[0]) or self._last[1] != weight._version:
+            values = weight.detach().double().cpu().numpy().tobytes()
+            self._last = weight, weight._version, hashlib.blake2b(values, digest_size=16).digest()
+        return self._last[2]
+
+
+def _is_one(weight: Tensor, other: Tensor) -> bool:
+    """Whether two are one tensor in memory."""
+    return weight.data_ptr() == other.data_ptr() and weight.shape == other.shape and weight.dtype == other.dtype
 
 
 def _name_of(node: Any) -> str:

@@ -45,6 +45,8 @@ class MicroBatch:
     """The share of its loss in that of the optimizer step, times the number that DeepSpeed divides by."""
     share: float | None = None
     """The factor of its loss in that of the Lightning batch, where each has a loss; None: its samples."""
+    stops: bool = False
+    """Whether the step has set ``trainer.should_stop``."""
     is_untried: bool = False
     """Whether its loss shows a sign of being another one than those that were tried."""
     loss: Tensor | None = None

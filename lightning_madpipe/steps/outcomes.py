@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule
 from deepspeed_partition.engine.runtime.collectives import broadcast_object, gather_objects, portable
+from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.engine.runtime.first_failure import raised_by_all
 from lightning_madpipe.steps.batch_runs import BatchRun
 from lightning_madpipe.steps.loss_mode import LossOfBatches
@@ -170,7 +171,7 @@ class Outcomes:
         calls = [call for micro_batch in in_order for call in micro_batch.calls]
         batches = [_written_back(run) for run in window]
         draws = self._steps.draws.left()
-        return Outcome(results, changes, calls, self._trainer.should_stop, error, draws, batches)
+        return Outcome(results, changes, calls, self._stops(window, step), error, draws, batches)
 
     def _taken_changes(self, step: str) -> list[Change]:
         """What steps have changed since :meth:`remember`, and say what of it other ranks do not see."""
@@ -190,6 +191,19 @@ class Outcomes:
                 "process"
             )
         return changes
+
+    def _stops(self, window: Sequence[BatchRun], step: str) -> bool:
+        """Whether the fit ends: a step has set ``trainer.should_stop`` for a whole batch."""
+        asked = [[micro_batch.stops for micro_batch in run.done] for run in window]
+        if any(any(each) and not all(each) for each in asked):
+            warn_once(
+                f"stops/{step}",
+                f"{step} sets trainer.should_stop for some micro-batches of a batch and not for the others, and "
+                "in one process it sees the whole batch: training goes on until it is set for all of them. Set it "
+                "in on_train_batch_end, by what is logged, or let MadPipeStrategy(loss='batch') run the step once "
+                "per batch",
+            )
+        return self._trainer.should_stop or any(all(each) for each in asked)
 
     def _held_by_layers(self, changes: Sequence[Change]) -> list[tuple[str, str]]:
         """The attributes that were changed in place and that one of a layer names, too, each with that one."""

@@ -120,6 +120,7 @@ class StepRuns:
                 enter(replaced(self._module, "log", log))
                 enter(replaced(self._module, "print", show))
                 enter(_recorded(self._module, record))
+                enter(_stop_noted(self._module, micro_batch))
                 if self._traces is not None:
                     enter(self._traces.hidden(micro_batch.step, is_behind=is_behind))
                 if self._is_cut:
@@ -226,6 +227,20 @@ def _recorded(module: Any, record: Callable[[Call], None]) -> Iterator[None]:
         yield
     finally:
         trainer.loggers = loggers
+
+
+@contextmanager
+def _stop_noted(module: Any, micro_batch: MicroBatch) -> Iterator[None]:
+    """Note whether the step sets ``trainer.should_stop``, which is decided when the batch is through."""
+    trainer = getattr(module, "_trainer", None)
+    if trainer is None:
+        yield
+        return
+    before = trainer.should_stop
+    try:
+        yield
+    finally:
+        micro_batch.stops, trainer.should_stop = trainer.should_stop, before
 
 
 @contextmanager

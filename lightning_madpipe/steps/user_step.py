@@ -39,9 +39,9 @@ from lightning_madpipe.steps.log_calls import LogCalls
 from lightning_madpipe.steps.loss_signs import (
     MOST_TIMES_NEW,
     Attributes,
-    Operations,
+    ClassWeights,
     UntriedLossError,
-    operations_of,
+    graph_of,
 )
 from lightning_madpipe.steps.losses import Tried
 from lightning_madpipe.steps.micro_batches import LogCall, MicroBatch
@@ -110,6 +110,7 @@ class UserSteps:
         self.has_seen_sign = False
         self._tried: set[tuple[str, str]] = set()
         """Operations in losses that were tried."""
+        self.class_weights = ClassWeights()
         self._tried_names: set[str] = set()
         """Names of numbers that tried steps have logged or returned."""
         self._times_new = 0
@@ -345,9 +346,12 @@ class UserSteps:
                 self._rows = None
                 self._give_up(micro_batch)
 
-    def _check_operations(self, micro_batch: MicroBatch, operations: Operations) -> None:
-        if not operations <= self._tried:
-            self._tried |= operations  # tried once, even if the trial fails
+    def _check_graph(self, micro_batch: MicroBatch, loss: Tensor, ends: Collection[Any]) -> None:
+        graph = graph_of(loss, ends)
+        if not graph.operations <= self._tried:
+            self._tried |= graph.operations  # tried once, even if the trial fails
+            self._give_up(micro_batch)
+        if self.class_weights.are_others(graph.class_weights):
             self._give_up(micro_batch)
 
     def _check_names(self, micro_batch: MicroBatch) -> None:
@@ -491,7 +495,9 @@ class UserSteps:
             loss = returned.get("loss") if isinstance(returned, Mapping) else returned
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad or len(passed) != 1:
                 raise NoLossError
-            self._tried |= operations_of(loss, ends)
+            graph = graph_of(loss, ends)
+            self._tried |= graph.operations
+            self.class_weights.note(graph.class_weights)
             kept = _detached(returned) if micro_batch.keeps_returned else None
             self._tried_names |= names_of_numbers(logged, kept)
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
@@ -566,7 +572,7 @@ class UserSteps:
         if isinstance(loss, Tensor) and loss.numel() == 1:
             micro_batch.loss = loss.detach().reshape(())
             if self._is_watched(micro_batch):
-                self._check_operations(micro_batch, operations_of(loss, ends))
+                self._check_graph(micro_batch, loss, ends)
                 self._check_names(micro_batch)
             if micro_batch.share == 0.0:
                 return _nothing_of(outputs)

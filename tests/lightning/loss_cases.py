@@ -124,6 +124,29 @@ class ClassWeighted(Layers):
         return self.criterion(logits, y)
 
 
+class Reweighted(Layers):
+    """Deferred re-weighting: other class weights begin at a step that is not tried for anything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("even", torch.ones(4))
+        self.register_buffer("balanced", torch.tensor([0.1, 1.0, 3.0, 6.0]))
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x), y, weight=self.even if self.global_step < 5 else self.balanced)
+
+
+class Stopping(Layers):
+    """Stops by what it sees: of one micro-batch here, and of the whole batch in one process."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        if y[0] == 0:
+            self.trainer.should_stop = True
+        return F.cross_entropy(self(x), y)
+
+
 class HiddenWeights(Layers):
     """Weights that nobody can find: the step runs once."""
 
@@ -645,6 +668,7 @@ def losses(host: Host) -> dict[str, Any]:
         "padding as label": lambda: fitted(host, PaddingAsLabel, only_tokens(later_padded(80)), max_epochs=1),
         "class weights": lambda: fitted(host, ClassWeighted, labelled(54), labelled(21, 3)),
         "hidden weights": lambda: fitted(host, HiddenWeights, labelled(54), labelled(21, 3)),
+        "other class weights": lambda: fitted(host, Reweighted, labelled(54)),
         "contrastive": lambda: fitted(host, Contrastive, labelled(54), labelled(21, 3)),
         "summed": lambda: fitted(host, Summed, labelled(54), labelled(21, 3)),
         "divided": lambda: fitted(host, Divided, labelled(54), labelled(21, 3)),
@@ -717,6 +741,17 @@ def drawn_untried(host: Host) -> dict[str, Any]:
     return {"said": sorted(each for lines in gather_objects(said) for each in lines)}
 
 
+def stopping(host: Host) -> dict[str, Any]:
+    from deepspeed_partition.engine.runtime.collectives import gather_objects
+
+    with listening() as said:
+        trainer, module = host.trainer(max_epochs=1, strategy={"warmup_epochs": 0}), seeded(Stopping)
+        trainer.fit(module, DataLoader(labelled(32), batch_size=16))
+    firsts = labelled(32).tensors[1][::4]
+    assert (firsts == 0).any() and not (firsts == 0).reshape(2, 4).all(1).any()
+    return {"said": [each for lines in gather_objects(said) for each in lines], "steps": trainer.global_step}
+
+
 def moved(host: Host) -> dict[str, Any]:
     """After an epoch the last stage is on another rank, which has joined no outputs yet."""
     plans, devices = map_cases.plans, (0, 1, 0)
@@ -752,6 +787,7 @@ def turned(host: Host) -> dict[str, Any]:
         "mix-up": fitted(host, MixUp, labelled(32), max_epochs=1)["found"],
         "mean": fitted(host, Contrastive, labelled(32), max_epochs=1, strategy={"loss": "mean"})["found"],
         "roots": fitted(host, Roots, labelled(32), max_epochs=1)["found"],
+        "stopping": stopping(host),
     }
     for record in found.values():
         record["said"] = [

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from lightning_madpipe.steps.batch_runs import SamplesSelectedError, cut_inputs, dims_of_outputs
 from lightning_madpipe.steps.batches import fingerprint_of, split_batch
-from lightning_madpipe.steps.loss_signs import Attributes, Operations, operations_of
+from lightning_madpipe.steps.loss_signs import Attributes, ClassWeights, Operations, graph_of
 from lightning_madpipe.steps.losses import (
     MOST_EXTREMES,
     SAMPLES,
@@ -45,6 +45,7 @@ FOUND: dict[str, tuple[bool, list[Any]]] = {
     "padding as label": (False, ["labels", "batch['input_ids']", "[:, 1:]", 0]),
     "class weights": (False, ["class weights", "batch[1]", "", "self.criterion.weight"]),
     "hidden weights": (True, ["samples"]),
+    "other class weights": (True, ["samples"]),
     "contrastive": (True, ["samples"]),
     "summed": (False, ["sum"]),
     "divided": (False, ["samples"]),
@@ -118,6 +119,8 @@ def test_what_is_found_late_is_said(two: Records) -> None:
         assert any("made anew" in each for each in found[case]["said"])
     assert not found["denoising"]["once"] and found["denoising"]["weight"] == ["samples"]
     assert found["mix-up"]["once"]
+    [stops] = [each for each in found["stopping"]["said"] if "sets trainer.should_stop for some" in each]
+    assert "loss='batch'" in stops and found["stopping"]["steps"] == 2
     assert not found["mean"]["once"] and not any("no mean" in each for each in found["mean"]["said"])
     [logs] = [each for each in found["roots"]["said"] if "training_step logs" in each]
     assert "'root'" in logs and not found["roots"]["once"]
@@ -273,11 +276,11 @@ def test_a_term_that_begins_shows_in_the_graph() -> None:
     ends = [outputs.grad_fn]
 
     def operations(scale: float) -> Operations:
-        return operations_of(outputs.square().mean() + scale * outputs.mean(0).sum(), ends)
+        return graph_of(outputs.square().mean() + scale * outputs.mean(0).sum(), ends).operations
 
     assert operations(0.5) == operations(0.7)
     assert not operations(0.5) <= operations(0.0)
-    assert not operations(0.5) <= operations_of(outputs.square().mean(), ends)
+    assert not operations(0.5) <= graph_of(outputs.square().mean(), ends).operations
 
 
 @pytest.mark.parametrize(
@@ -299,11 +302,36 @@ def test_a_threshold_that_a_loss_crosses_is_a_sign_of_another_loss(
     outputs = torch.ones(6, 3, requires_grad=True) * 1.0
 
     def operations(scale: float) -> Operations:
-        return operations_of(bent((outputs * scale).mean()), [outputs.grad_fn])
+        return graph_of(bent((outputs * scale).mean()), [outputs.grad_fn]).operations
 
     assert operations(1.0) == operations(1.1) != operations(3.0)
-    each = [operations_of((outputs * scale).clamp(max=2.0).mean(), [outputs.grad_fn]) for scale in (1.0, 3.0)]
+    each = [graph_of((outputs * scale).clamp(max=2.0).mean(), [outputs.grad_fn]) for scale in (1.0, 3.0)]
     assert each[0] == each[1]  # of each sample by itself
+
+
+def test_other_class_weights_are_a_sign_of_another_loss() -> None:
+    """Those of deferred re-weighting began at a step that was not tried, and micro-batches kept the old shares."""
+    outputs, labels = torch.randn(6, 3, requires_grad=True) * 1.0, torch.tensor([0, 1, 2, 0, 1, 2])
+
+    def found(weight: torch.Tensor | None, **how: Any) -> list[torch.Tensor]:
+        loss = F.cross_entropy(outputs, labels, weight=weight, **how)
+        return graph_of(loss * 2 + outputs.mean(), [outputs.grad_fn]).class_weights
+
+    even, balanced = torch.ones(3), torch.tensor([0.1, 1.0, 3.0])
+    assert found(None) == [] and torch.equal(found(balanced)[0], balanced)
+    assert torch.equal(found(balanced, label_smoothing=0.1)[0], balanced)
+    known = ClassWeights()
+    known.note(found(even))
+    assert not known.are_others(found(even)) and not known.are_others(found(even.clone()))
+    assert known.are_others(found(balanced)) and not known.are_others(found(balanced)), "tried once"
+    known.in_use = balanced
+    assert not known.are_others(found(balanced.clone()))
+    assert known.are_others(found(even)), "micro-batches have the shares of others"
+    balanced += 0.5  # as a hook does: micro-batches are weighted by what they are now
+    assert not known.are_others(found(balanced))
+    known.in_use = None
+    counts = [known.are_others(found(balanced * number)) for number in range(2, 12)]
+    assert [place for place, counted in enumerate(counts) if counted] == [1, 5], "the 4th and the 8th new ones"
 
 
 def test_changes_of_a_counter_count_ever_more_seldom() -> None:
