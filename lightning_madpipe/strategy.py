@@ -538,7 +538,9 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         Validation, checkpoints, the end of an epoch and of the run do it by themselves; a hook that reads weights
         between batches calls it first, on every rank.
         """
-        self.deepspeed_engine.come_to_rest()
+        # What runs in it is the engine's, and no hook's that may have called this.
+        with nullcontext() if self._hook_watch is None else self._hook_watch.unwatched():
+            self.deepspeed_engine.come_to_rest()
 
     @property
     def asked_weight_versions(self) -> str:
@@ -580,7 +582,11 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
                 logging.WARNING,
             )
             return
-        engine.come_to_rest()
+        try:
+            engine.come_to_rest()
+        except Exception:
+            if not self._module.trainer.interrupted:
+                raise  # else the first exception is what its user is to see
 
     def _stop_watching_hooks(self) -> None:
         if self._hook_watch is not None:
@@ -903,7 +909,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         if trainer.state.fn == "fit":  # a checkpoint may bring a plan of another mode
             # What the module's hooks read is watched, and not what the engine's module is asked for.
             self.pipeline.has_told_old_weights = True
-            self._rests = Rests(trainer, engine)
+            self._rests = Rests(trainer, engine, lambda: self._batches.last_batch_size)
         self._let_metrics_go = gather_between_pipelines(module, self.gather_state)
         self.leave_out_needless_advice()
 

@@ -138,6 +138,8 @@ class MadPipeEngine(ResumingEngine):
     """Whether the data of the next batch may be read before a call returns, where the pipeline never drains."""
     _endless: EndlessTraining | None = None
     """Training without a drain between batches, once it has begun on the present cut."""
+    _goes_on = False
+    """Whether the step that runs is one of a pipeline that never drains."""
     _mode_for_benchmarks: str | None = None
     _tells_reads = False
     """Whether the optimizer says where its state is read while the pipeline goes on."""
@@ -604,7 +606,7 @@ class MadPipeEngine(ResumingEngine):
         return True
 
     def _train_schedule(self) -> Any:
-        return self._endless.program if self._endless is not None else super()._train_schedule()
+        return self._endless.program if self._endless is not None and self._goes_on else super()._train_schedule()
 
     def _train_endless(self) -> None:
         assert self._endless is not None
@@ -621,7 +623,7 @@ class MadPipeEngine(ResumingEngine):
                 self.when_losses_are_known()
 
     def _aggregate_total_loss(self) -> Any:
-        if self._endless is None or not self._in_step:
+        if self._endless is None or not self._goes_on:
             return super()._aggregate_total_loss()
         self.agg_additional_losses = None
         self.dp_group_loss = torch.tensor(self._endless.loss, device=self.device)
@@ -632,7 +634,7 @@ class MadPipeEngine(ResumingEngine):
         self.reset_activation_shape()
         is_endless = self._begins_endless()
         before = BeforeStep(self) if self.runs_lists and not is_endless else None
-        self._in_step = True
+        self._in_step, self._goes_on = True, is_endless
         if is_endless:
             self.module.has_old_weights = None
         try:
@@ -644,7 +646,7 @@ class MadPipeEngine(ResumingEngine):
                 before.restore()
             raise
         finally:
-            self._in_step = False
+            self._in_step = self._goes_on = False
             if self._endless is not None and self._endless.is_under_way and not self.module.has_told_old_weights:
                 self.module.has_old_weights = self.weight_versions
 
@@ -752,14 +754,15 @@ class MadPipeEngine(ResumingEngine):
         if not self.owns_cut:
             super().clip_fp32_gradients()
             return
-        if self._endless is not None and self._endless.clips_by_all:
-            return  # it has done so
+        never_drains = not self.is_at_rest
+        if never_drains and self.updates_wait:
+            return  # it has been done
         self._global_grad_norm = clip_by_global_norm(
             self._clipped_parameters(),
             self.gradient_clipping(),
             group=self.mpu.get_model_parallel_group() if self.sharded is None else None,
             holds_slice=self.grid.get_slice_parallel_rank() == 0,
-            alone=self._endless is not None,
+            alone=never_drains,
             device=self.device,
         )
 
@@ -769,12 +772,11 @@ class MadPipeEngine(ResumingEngine):
         return [parameter for group in self.basic_optimizer.param_groups for parameter in group["params"]]
 
     def _exec_optimizer_step(self, lr_kwargs=None):
-        goes_on = self._endless is not None and self._endless.is_under_way
-        if self.when_losses_are_known is not None and not goes_on:
+        never_drains = not self.is_at_rest
+        if self.when_losses_are_known is not None and not never_drains:
             self.when_losses_are_known()
         # Where all ranks' norm is taken before, so is this.
-        has_been_called = goes_on and self._endless is not None and self._endless.clips_by_all
-        if self.before_optimizer_step is not None and not has_been_called:
+        if self.before_optimizer_step is not None and not (never_drains and self.updates_wait):
             self.before_optimizer_step()
         self._planned_peak.ended(REDUCTION)
         with self._step_of_user.over_all_ranks() if self.watches_optimizer else nullcontext():

@@ -68,8 +68,8 @@ class FollowedValues(TorchFunctionMode):
         states: Gives numbers that tell whether generators of Python's and NumPy's were drawn from.
         tell_of_write: Called with the names of what is written, and of the parameters by which it is.
         buffers: Gives the name of each buffer beside the layers, by its ``id``.
-        tell_of_use: Called where values of parameters may be used, with whether the first tensor is written, with
-            the tensors and with the parameters' names; None: nobody asks.
+        tell_of_use: Called before values of parameters may be used, with whether a tensor is written, with the
+            tensors and with the parameters' names; None: nobody asks.
     """
 
     def __init__(
@@ -103,8 +103,10 @@ class FollowedValues(TorchFunctionMode):
         self, function: Any, types: Any, arguments: Any = (), keywords: Mapping[str, Any] | None = None
     ) -> Any:
         keywords = keywords or {}
-        result = function(*arguments, **keywords)
         name = _name_of(function)
+        if self._tell_of_use is not None and name not in FORMS and name != "grad":
+            self._note_use(self._tell_of_use, name, (*arguments, *keywords.values()))
+        result = function(*arguments, **keywords)
         if not self._has_met_one:
             self._has_met_one = any(map(self._is_of_parameters, _tensors((*arguments, *keywords.values()))))
         if name in ("numel", "nelement"):
@@ -132,10 +134,7 @@ class FollowedValues(TorchFunctionMode):
             return
         if weights and (is_drawn or NOISE in sources):
             self._tell(RANDOM, weights)
-        written = name.endswith("_") and not name.endswith("__")
-        written = written or name in ("__setitem__", "__set__") or (name.startswith("__i") and name != "__index__")
-        if weights and name != "grad" and self._tell_of_use is not None:
-            self._tell_of_use(written, given, weights)
+        written = _writes(name)
         if written and given and weights:
             own = self._own_name(given[0])
             target = (self._sources_of(given[0]) if own is None else own) - {NOISE}
@@ -157,6 +156,15 @@ class FollowedValues(TorchFunctionMode):
         for tensor in _tensors((result,)):
             if id(tensor) not in (self._known or ()) and self._sources_of(tensor) != made_of:
                 self._sources[tensor] = made_of
+
+    def _note_use(
+        self, tell: Callable[[bool, list[Tensor], frozenset[str]], None], name: str, arguments: tuple[Any, ...]
+    ) -> None:
+        """Tell of values of parameters that a function is about to use."""
+        given = list(_tensors(arguments))
+        weights = frozenset[str]().union(*(self._sources_of(tensor) for tensor in given)) - {NOISE}
+        if weights:
+            tell(_writes(name), given, weights)
 
     def _note_draws(self, weights: frozenset[str]) -> None:
         """Note that parameters are written: what is drawn between two of them is drawn for each.
@@ -220,6 +228,12 @@ def _name_of(function: Any) -> str:
         of = getattr(getattr(function, "__self__", None), "__name__", name)
         return of if name == "__get__" else name
     return name
+
+
+def _writes(name: str) -> bool:
+    """Whether a function changes its first tensor in place."""
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name in ("__setitem__", "__set__") or (name.startswith("__i") and name != "__index__")
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -7,7 +7,7 @@ so far.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,10 +20,11 @@ class Rests:
     Args:
         trainer: Lightning's.
         engine: The pipeline's engine.
+        batch_size: Gives the number of samples of the last batch.
     """
 
-    def __init__(self, trainer: Any, engine: MadPipeEngine) -> None:
-        self._trainer, self._engine = trainer, engine
+    def __init__(self, trainer: Any, engine: MadPipeEngine, batch_size: Callable[[], int | None]) -> None:
+        self._trainer, self._engine, self._batch_size = trainer, engine, batch_size
         self._loop = trainer.fit_loop.epoch_loop
         self._is_validation_due = self._loop._should_check_val_fx
         # A method of Lightning's loop (2.5 to 2.6), which it asks before the first of the hooks around validation.
@@ -43,11 +44,19 @@ class Rests:
 
     @contextmanager
     def step_of_update(self) -> Iterator[None]:
-        """Let ``trainer.global_step`` be that of the update whose hooks run, which belongs to an earlier batch."""
+        """Let ``trainer.global_step`` be that of the update whose hooks run, which belongs to an earlier batch.
+
+        What they log between two batches counts as much as what they log during one of the same size.
+        """
         steps = self._loop.automatic_optimization.optim_progress.optimizer.step.total
-        behind = self._engine.steps_behind
+        results, behind = self._loop._results, self._engine.steps_behind
+        is_between = results.batch is None and results.batch_size is None
         steps.completed -= behind
+        if is_between:
+            results.batch_size = self._batch_size()
         try:
             yield
         finally:
             steps.completed += behind
+            if is_between:
+                results.batch_size = None

@@ -116,6 +116,10 @@ class HookWatch:
         self._tell_untold(before)  # rank 0 has been through the hooks before a step that is made
         self._step_is_made = True
 
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Return a context in which nothing is watched, though a hook runs."""
+        return self._instead(None)
+
     @contextmanager
     def _watched(self, action: str) -> Iterator[Any]:
         with self._profile(action) as profiled:

@@ -77,6 +77,8 @@ class BatchRunner:
         self._reading = SameBatches(trainer, module, pipeline, lightning)
         self._structure = Structure(module, pipeline, engine, trainer.strategy.wraps_optimizer, self._refusal)
         self._window: list[BatchRun] = []
+        self.last_batch_size: int | None = None
+        """Samples of the last batch of training."""
         self._epoch_begins = False
         self._loss_option = loss
         self._losses = LossOfBatches(
@@ -140,6 +142,7 @@ class BatchRunner:
         engine, trainer = self._engine, self._trainer
         self._window.append(self._run_of("training_step", batch, arguments))
         captured = self._pipeline.call_of_module.captured
+        self.last_batch_size = self._window[-1].whole.size
         self._window[-1].call = None if captured is None else captured.now
         if trainer.fit_loop._should_accumulate():
             return self._last_loss
@@ -191,6 +194,8 @@ class BatchRunner:
                 "of which one is cut into single samples, or has sequences of one, and for those the model runs "
                 f"other code: leave the short batch out (drop_last=True), or do not accumulate; {error}"
             ) from error
+        except StopIteration as error:  # Lightning would take it for the end of the epoch, and say nothing
+            raise RuntimeError("the engine has read more micro-batches than a batch has") from error
         except UntriedLossError as error:
             if not is_raised_by_all(error):
                 raise

@@ -289,6 +289,30 @@ def schedules_and_clipping(_: Path) -> None:
             same_weights(engine, expected)
 
 
+def batches_of_another_size_drain(_: Path) -> None:
+    """A batch of fewer micro-batches than planned is trained on at rest, and clipped by the norm of all stages."""
+    data, make = batches(5), OPTIMIZERS["sgd"]
+    for mode, clip in (("stashing", 0.0), ("2bw", 0.05)):
+        engine = begin(plan_for(*maps()[0], mode), make, {"gradient_clipping": clip})
+        engine.runs_ahead = False
+        losses, wanted = [], []
+        for number, batch in enumerate(data):
+            given = batch[:3] if number in (0, 3) else batch
+            engine.micro_batches = len(given)
+            engine._config.gradient_accumulation_steps = len(given)  # by which DeepSpeed divides the losses
+            losses.append(call(engine, mine(engine, [given])))
+            assert engine.is_at_rest == (number in (0, 3))
+            if number == 1:
+                expected = alone(engine, make, clip=clip)
+        engine.come_to_rest()
+        for number, batch in enumerate(data):
+            if number in (0, 1, 3, 4):
+                expected.rest()
+            wanted.append(expected.train(batch[:3] if number in (0, 3) else batch))
+        same(losses, wanted)
+        same_weights(engine, expected)
+
+
 def weights_in_bf16_and_zero_1(_: Path) -> None:
     """To 5 digits over 30 updates, for the loop in one process rounds to bf16 where DeepSpeed does."""
     data = batches(30)
@@ -522,6 +546,7 @@ CASES = {
         more_runs_ahead_than_a_batch,
         forwards_and_backwards_use_the_same_weights,
         schedules_and_clipping,
+        batches_of_another_size_drain,
         weights_in_bf16_and_zero_1,
         reads_while_it_goes_on_are_said,
         a_run_that_asks_for_another_mode_than_its_checkpoint_plans_anew,

@@ -8,19 +8,23 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import Callback
+import torch.distributed as dist
+from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from deepspeed_partition import Plan
+from deepspeed_partition.engine.runtime.collectives import gather_objects
 from tests.choice import run_chosen
 from tests.engine.asynchronous_cases import MAPS, MODES, OPTIMIZERS, Delayed, plan_for
 from tests.engine.pipelines import Whole, loss_fn, mlp
 from tests.engine.running import batches, same
 from tests.lightning import lightning_cases as cases
+from tests.lightning.after_fit_cases import Said
 
 Batch = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """The micro-batches of a batch."""
@@ -100,13 +104,15 @@ def saved(host: cases.Host, plan: Plan) -> str:
     return str(path)
 
 
-def started(plan: Plan, optimizer: str, *, decays: bool = False, clip: float = 0.0) -> tuple[Delayed, Model]:
+def started(
+    plan: Plan, optimizer: str, *, decays: bool = False, clip: float = 0.0, kind: type[Model] = Model
+) -> tuple[Delayed, Model]:
     torch.manual_seed(3)
     expected = Delayed(
         OPTIMIZERS[optimizer], lambda stage, number: 0, plan, clip=clip,
         make_scheduler=decaying if decays else None,
     )  # fmt: skip
-    model = Model(Whole(mlp()), optimizer, decays=decays)
+    model = kind(Whole(mlp()), optimizer, decays=decays)
     weights = {f"net.{name}": each for name, each in expected.weights.items()}
     model.load_state_dict(weights, strict=False)  # of which the buffers begin alike
     return expected, model
@@ -174,5 +180,208 @@ def never_drains(host: cases.Host) -> dict[str, Any]:
     return run_chosen(runs)
 
 
-ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {2: [never_drains], 4: []}
+def short(
+    host: cases.Host,
+    mode: str,
+    data: Sequence[Batch],
+    *callbacks: Callback,
+    kind: type[Model] = Model,
+    **more: Any,
+) -> tuple[Delayed, Model, Losses, pl.Trainer]:
+    """A fit of one epoch on two stages, or of more, and what it is to equal."""
+    devices, cuts = next(iter(MAPS[host.num_processes].items()))
+    plan = plan_for(devices, cuts, mode)
+    expected, model = started(plan, "momentum", kind=kind)
+    watch = Losses()
+    strategy = {"plan": saved(host, plan), "loss": "mean", **more.pop("strategy", {})}
+    path = more.pop("ckpt_path", None)
+    trainer = host.trainer(watch, *callbacks, **{"strategy": strategy, "max_epochs": 1, **more})
+    trainer.fit(model, loader(data), ckpt_path=path)
+    expected.version = versions_of(trainer)
+    return expected, model, watch, trainer
+
+
+def rests_for_checkpoints(host: cases.Host) -> dict[str, Any]:
+    """Written while batches are in flight, and at the end of an epoch; gone on from in another mode."""
+    data = batches(5)
+    for mode, other in zip(MODES, MODES[1:] + MODES[:1], strict=True):
+        folder = host.folder / f"checkpoints of {mode}"
+        keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+        end = ModelCheckpoint(folder, filename="end", save_on_train_epoch_end=True)
+        expected, model, watch, _ = short(host, mode, data, keep, end)
+        assert watch.rests == [2, 4, 5]
+        same(watch.losses, alone(expected, data, watch.rests))
+        same_weights(model, expected)
+        again, model, watch, trainer = short(
+            host, other, data, max_epochs=2, ckpt_path=str(folder / "end.ckpt"), strategy={"loss": "mean"}
+        )
+        expected.rest()
+        expected.version = again.version
+        assert trainer.global_step == 10 and watch.rests == [5]
+        same(watch.losses, alone(expected, data, watch.rests))
+        same_weights(model, expected)
+    return {}
+
+
+class Reads(Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        float(next(module.parameters()).detach().sum())
+
+
+class Writes(Callback):
+    """Bounds weights."""
+
+    def __init__(self, *, rests: bool = False) -> None:
+        self.rests = rests
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        if self.rests:
+            trainer.strategy.come_to_rest()
+        with torch.no_grad():
+            for weight in module.parameters():
+                weight.clamp_(-0.2, 0.2)
+
+
+class Meets(Callback):
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        dist.all_reduce(torch.ones(()))
+
+
+class Clips(Callback):
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+
+
+class Harmless(Callback):
+    """Clears gradients, halves those of a step, logs, and counts the steps of the optimizer."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        trainer.optimizers[0].register_step_post_hook(lambda *_: self.count())
+
+    def count(self) -> None:
+        self.num_steps += 1
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        for weight in module.parameters():
+            weight.grad.mul_(0.5)
+        module.log("hooked", float(module.global_step), on_step=True, on_epoch=True)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        module.zero_grad()
+        trainer.optimizers[0].zero_grad()
+
+
+def hooks_in_flight(host: cases.Host) -> dict[str, Any]:
+    """What hooks may do with weights, gradients and other ranks while batches are in flight."""
+    data = batches(4)
+    with Said() as said:
+        expected, model, watch, _ = short(host, "stashing", data, Reads())
+    lines = [line for theirs in gather_objects(said.lines) for line in theirs]
+    told = [line for line in lines if "Reads reads weights" in line]
+    assert len(told) == 1 and "strategy.come_to_rest() before" in told[0], lines
+    same(watch.losses, alone(expected, data, watch.rests))
+    refusals = {}
+    for mode, hook in (("stashing", Writes()), ("2bw", Meets()), ("vertical-sync", Clips())):
+        with pytest.raises(Exception, match="weight_versions") as refusal:
+            short(host, mode, data, hook)
+        refusals[type(hook).__name__] = str(refusal.value)
+    expected, model, watch, _ = short(host, "stashing", data, Writes(rests=True))
+    assert watch.rests == [1, 2, 3, 4]
+    for batch in data:
+        expected.rest()
+        expected.train(batch)
+        with torch.no_grad():
+            for weight in expected.model.parameters():
+                weight.clamp_(-0.2, 0.2)
+    same_weights(model, expected)
+    harmless = Harmless()
+    expected, model, watch, trainer = short(host, "2bw", data, harmless)
+    for group in expected.optimizer.param_groups:  # which is linear in the gradients
+        group["lr"] *= 0.5
+    same(watch.losses, alone(expected, data, watch.rests))
+    same_weights(model, expected)
+    assert harmless.num_steps == 4 and trainer.callback_metrics["hooked_epoch"] == pytest.approx(1.5)
+    return {"refusals": refusals}
+
+
+class Statistics(Model):
+    """A loss that is of all samples of a batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0]).std(0).mean()
+
+
+class Later(Model):
+    """A loss with a term that begins."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        outputs = self(batch[0])
+        loss = loss_fn(outputs, batch[1])
+        return loss + 0.0 * outputs.abs().mean() if batch_idx == 4 else loss
+
+
+def losses_in_flight(host: cases.Host) -> dict[str, Any]:
+    """Losses that are tried on the way, that show a sign on the way, or that a drain would be needed for."""
+    data = batches(6)
+    auto = {"strategy": {"loss": "auto"}}
+    for kind, rests in ((Model, [1, 3, 6]), (Later, [1, 3, 5, 6])):
+        expected, model, watch, _ = short(host, "2bw", data, kind=kind, **auto)
+        assert watch.rests == rests, watch.rests
+        same(watch.losses, alone(expected, data, watch.rests))
+        same_weights(model, expected)
+    with pytest.raises(Exception, match="no mean over samples") as refusal:
+        short(host, "2bw", data, kind=Statistics, **auto)
+    # The last batch has two samples.
+    few = [*data[:3], [(inputs[:1], labels[:1]) for inputs, labels in data[3][:2]]]
+    expected, model, watch, _ = short(host, "stashing", few)
+    assert watch.rests == [3], watch.rests
+    same(watch.losses, alone(expected, few, watch.rests))
+    same_weights(model, expected)
+    return {"refusal": str(refusal.value)}
+
+
+class Failing(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2:
+            raise ArithmeticError("met in the step")
+        return loss
+
+
+class Trainers(Callback):
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.trainer = trainer
+
+
+def failures_in_flight(host: cases.Host) -> dict[str, Any]:
+    """An error in a step ends all ranks, without a checkpoint; a run with a warm-up comes behind it."""
+    data = batches(4)
+    of = Trainers()
+    with Said() as said, pytest.raises(ArithmeticError, match="met in the step"):
+        short(host, "stashing", data, of, kind=Failing)
+    lost = [line for line in said.lines if "their updates are lost" in line]
+    assert len(lost) == of.trainer.is_global_zero, said.lines
+    with pytest.raises(Exception, match="no checkpoint is written after this exception"):
+        of.trainer.save_checkpoint(host.folder / "behind an error.ckpt")
+    torch.manual_seed(3)
+    model, watch = Model(Whole(mlp()), "momentum"), Losses()
+    trainer = host.trainer(
+        watch, strategy={"weight_versions": "2bw", "warmup_steps": 2, "loss": "mean"}, max_epochs=1
+    )
+    trainer.fit(model, loader([*data, *data]))
+    assert trainer.strategy.plan.weight_versions == "2bw" and watch.rests == [8]
+    expected, _ = started(trainer.strategy.plan, "momentum")
+    expected.version = versions_of(trainer)
+    same(watch.losses, alone(expected, [*data, *data], [0, 1, 2]))
+    same_weights(model, expected)
+    return {}
+
+
+ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
+    2: [never_drains, rests_for_checkpoints, hooks_in_flight, losses_in_flight, failures_in_flight],
+    4: [],
+}
 SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {2: [], 4: []}

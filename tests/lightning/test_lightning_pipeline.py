@@ -378,6 +378,23 @@ def test_a_pipeline_that_never_drains_trains_as_delayed_updates_in_one_process(t
     assert two.of("never_drains")[case]["delay"] == 1  # the case compares
 
 
+@pytest.mark.parametrize("case", ["rests_for_checkpoints", "failures_in_flight"])
+def test_a_pipeline_that_never_drains_comes_to_rest(two: Records, case: str) -> None:
+    assert two.of(case) == {}  # the case compares
+
+
+def test_losses_of_a_pipeline_that_never_drains(two: Records) -> None:
+    assert "weight_versions '2bw' never does: loss='mean'" in two.of("losses_in_flight")["refusal"]
+
+
+def test_hooks_of_a_pipeline_that_never_drains(two: Records) -> None:
+    for rank in two.ranks:
+        found = rank["hooks_in_flight"]["refusals"]
+        assert "changes weights" in found["Writes"] and "register_step_post_hook" in found["Writes"]
+        assert "calls torch.distributed.all_reduce at asynchronous_cases.py" in found["Meets"]
+        assert "use Trainer(gradient_clip_val=...)" in found["Clips"]
+
+
 def test_lightning_starts_the_processes(two: Records, tmp_path: Path) -> None:
     arguments, log = ["launcher", "2", str(tmp_path / "launcher")], tmp_path / "log"
     check_end(run_ranks(SCRIPT, arguments, None, log, timeout_seconds=TIMEOUT_SECONDS), "launcher", log)

@@ -227,7 +227,10 @@ class EndlessTraining:
             self.loss = self._meetings.told_loss(expected)
         if outcome.fails:
             self._raise_failure()
-        if self._attempt.has_failed:
+        if engine.when_losses_are_known is not None:  # for which all ranks come, at the end of this call
+            if self._meet(Facts(fails=self._attempt.has_failed, trains=True)).outcome.fails:
+                self._raise_failure()
+        elif self._attempt.has_failed:
             self._fail_at_next_meeting()
         self._show_newest()
         self.num_trained += 1
