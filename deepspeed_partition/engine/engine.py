@@ -43,7 +43,9 @@ from deepspeed_partition.engine.pipeline.old_weights import tell_reads_of_optimi
 from deepspeed_partition.engine.pipeline.optimizers_in_parts import (
     StepOfUser,
     refuse_ranks_without_parameters,
+    refuse_weights_of_nobody,
     refuse_what_needs_all,
+    weights_given,
 )
 from deepspeed_partition.engine.pipeline.parts import trainable_parameters
 from deepspeed_partition.engine.pipeline.sharded_stages import ShardedStages
@@ -160,6 +162,7 @@ class MadPipeEngine(ResumingEngine):
             given = kwargs["model_parameters"] = list(kwargs["model_parameters"])
             optimizer = kwargs.get("optimizer")
             refuse_ranks_without_parameters(kwargs["model"], given, optimizer, kwargs["config_class"])
+        weights = weights_given(kwargs.get("optimizer"), kwargs.get("model_parameters") or ())
         super().__init__(**kwargs)
         remember_attributes(self.module._layer_specs)
         self.options = options or Options.from_mapping(self._config.pipeline.get("madpipe", {}))
@@ -179,6 +182,8 @@ class MadPipeEngine(ResumingEngine):
         self._let_shapes_differ()
         tell_how_gradients_are_clipped(self)
         refuse_what_needs_all(self)
+        if options is None:  # other hosts know what their optimizers have
+            refuse_weights_of_nobody(self, weights)
         self._step_of_user = StepOfUser(self)
         if self.options.shard_weights:
             self._share_out()

@@ -104,6 +104,29 @@ def what_a_module_asks_its_loss_in_a_step(_: Path) -> None:
     same(train(engine, data), train_alone(mlp(), data, two_groups, loss_fn=Learned()))
 
 
+def a_loss_that_is_a_function_with_weights_is_refused(_: Path) -> None:
+    """They trained otherwise than in one process, in plain DeepSpeed too, and stayed behind when layers moved."""
+    loss = Learned()
+
+    def with_loss(module: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam([*module.parameters(), *loss.parameters()])
+
+    for make in (lambda: lambda *both: loss(*both), lambda: partial(loss)):
+        with raised(
+            ValueError, "the optimizer has 1 weight of the Learned that loss_fn uses", "loss_fn=criterion"
+        ):
+            start(mlp(), cut(), optimizer=with_loss, loss_fn=make())
+    with heard() as said:
+        start(mlp(), "uniform", optimizer=with_loss, loss_fn=lambda *both: loss(*both))
+    assert any("the optimizer has 1 weight" in line for line in said)
+    loss.requires_grad_(False)
+    start(mlp(), cut(), optimizer=with_loss, loss_fn=lambda *both: loss(*both))
+    whole = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
+    start([*whole], cut(), optimizer=lambda _: torch.optim.Adam(whole.parameters()))
+    nothing = nn.Parameter(torch.zeros(0))  # as for a layer that this rank lacks
+    start(mlp(), cut(), optimizer=lambda module: torch.optim.Adam([*module.parameters(), nothing]))
+
+
 def a_loss_with_weights_goes_with_the_last_layer(folder: Path) -> None:
     """To the rank that comes to run it, with its weight, its buffer and the optimizer's state; and into files."""
     data = batches(6)
@@ -1150,5 +1173,5 @@ CASES = [
     a_tied_copy_without_a_gradient, tied_layers_of_different_classes,
     tied_layers_of_different_classes_in_other_runs,
     a_loss_that_is_a_module_in_a_warm_up, what_a_module_asks_its_loss_in_a_step,
-    a_loss_with_weights_goes_with_the_last_layer,
+    a_loss_with_weights_goes_with_the_last_layer, a_loss_that_is_a_function_with_weights_is_refused,
 ]  # fmt: skip

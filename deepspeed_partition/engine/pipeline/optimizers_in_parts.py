@@ -20,8 +20,10 @@ from torch.overrides import TorchFunctionMode
 
 from deepspeed_partition.engine.pipeline.gradient_norms import GradientNorms
 from deepspeed_partition.engine.pipeline.own_optimizers import TrialError, was_tried, why_not_in_parts
+from deepspeed_partition.engine.pipeline.shared_weights import weights_of_nobody
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.environment import announce, warn_here, warn_once
+from deepspeed_partition.planner.units import counted
 
 LIBRARIES = ("accelerate", "deepspeed", "deepspeed_partition", "lightning_madpipe", "torch", "transformers")
 CLIPPING = "gradient_clipping of DeepSpeed's configuration"
@@ -74,6 +76,40 @@ def refuse_ranks_without_parameters(module: Any, given: Sequence[Any], optimizer
                 "they shall stay (`{'params': [...], 'lr': 0.0}`), or freeze them before the pipeline module is "
                 "built, which then cuts otherwise"
             )
+
+
+def weights_given(optimizer: Any, model_parameters: Sequence[Any]) -> list[torch.nn.Parameter]:
+    """The weights that a script gives to be trained on this rank, by its optimizer or as ``model_parameters``."""
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else model_parameters
+    return [weight for each in groups for weight in (each["params"] if isinstance(each, dict) else [each])]
+
+
+def refuse_weights_of_nobody(engine: Any, weights: Sequence[torch.nn.Parameter]) -> None:
+    """Refuse to train weights that no layer has, such as those of a loss that is a function. Collective.
+
+    DeepSpeed sets no gradients to zero but those of its module's parameters, nor does it reduce others, and what
+    it does not know does not move with the last layer. On a cut of DeepSpeed's own a warning says so.
+
+    Args:
+        weights: Those that the script gives to be trained on this rank.
+
+    Raises:
+        ValueError: some rank is given such ones; on every rank.
+    """
+    number, whose = weights_of_nobody(engine.module, weights)
+    reason = None
+    if number:
+        reason = (
+            f"the optimizer has {counted(number, 'weight')} {whose}, and neither a layer nor a loss_fn that is a "
+            "module has them: DeepSpeed never sets their gradients to zero, and they stay behind where the last "
+            "layer moves. Give the pipeline module the loss as a module, PipelineModule(..., loss_fn=criterion), "
+            "whose weights go with the last layer, and the optimizer module.parameters(); or leave them out of it"
+        )
+    reason = next(filter(None, gather_objects(reason)), None)
+    if reason is not None and engine.owns_cut:
+        raise ValueError(reason)
+    if reason is not None:
+        announce(f"{reason}. The layers stay cut as DeepSpeed cuts them, and train so", logging.WARNING)
 
 
 def refuse_what_needs_all(engine: Any) -> None:

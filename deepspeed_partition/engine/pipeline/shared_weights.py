@@ -188,7 +188,7 @@ def _names_in(function: Any) -> Sequence[str]:
 def _held_by(function: Any) -> Iterator[Any]:
     """What a function can use without being given it."""
     if isinstance(function, functools.partial):
-        yield from (function.args, function.keywords)
+        yield from (function.func, function.args, function.keywords)
         yield from _held_by(function.func)
     elif inspect.ismethod(function):
         yield function.__self__
@@ -224,3 +224,23 @@ def listed(layers: Sequence[int]) -> str:
     """Numbers in words: ``1, 4 and 7``."""
     *others, last = map(str, layers)
     return f"{', '.join(others)} and {last}" if others else last
+
+
+def weights_of_nobody(module: Any, weights: Iterable[nn.Parameter]) -> tuple[int, str]:
+    """How many of an optimizer's weights no layer of a pipeline has, nor its loss module, and whose they are.
+
+    Args:
+        module: The pipeline module, one of whose stages is here.
+        weights: Those that the optimizer is to train on this rank; of other ranks' layers, too. Ones without
+            elements don't count: a rank that lacks a layer may have such stand-ins.
+    """
+    held = [module]
+    for spec in module._layer_specs:
+        given = (spec.module_args, spec.module_kwargs) if isinstance(spec, LayerSpec) else (spec,)
+        held += _reached([*given, getattr(spec, "module", None), *_held_by(spec)])
+    known = {weight for each in held for weight in _parameters(each)}
+    others = [each for each in dict.fromkeys(weights) if each.requires_grad and each.numel() and each not in known]
+    of_loss = [each for each in _reached(_held_by(module.loss_fn)) if isinstance(each, nn.Module)]
+    kinds = [type(each).__name__ for each in of_loss if not {*others}.isdisjoint(each.parameters())]
+    shapes = ", ".join(str(tuple(weight.shape)) for weight in others[:3])
+    return len(others), f"of the {kinds[0]} that loss_fn uses" if kinds else f"of shape {shapes}"
