@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import itertools
 import os
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import deepspeed
+import pytest
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -343,6 +345,44 @@ def bf16_without_zero_as_deepspeed_loads_it(folder: Path) -> None:
         deepspeed.PipelineEngine.load_checkpoint(engine, str(folder / "bf16"))
 
 
+def states_of_optimizers_that_a_script_keeps(_: Path) -> None:
+    """A copy from before a move was taken for the state of the layers that are there now, without a word."""
+    data, first, other = batches(3), [0, 3, 8], [0, 5, 8]
+    for zero in (0, 1):
+        config = {"zero_optimization": {"stage": zero}}
+
+        def load(optimizer: Any, kept: Any, zero: int = zero) -> None:
+            optimizer.load_state_dict([kept] if zero else kept)
+
+        engine, optimizer, _ = start(mlp(), first, config)
+        train(engine, data[:1])
+        file = io.BytesIO()
+        torch.save((engine.module.state_dict(), optimizer.state_dict()), file)
+        kept = torch.load(io.BytesIO(file.getvalue()), weights_only=not zero)
+        expected = train(engine, data[1:2])
+        for cut in (first, other, first):
+            engine.recut(cut)
+            if cut == other:
+                before = "layers 0, 1 and 2" if engine.stage_id == 0 else "layers 3, 4, 5, 6 and 7"
+                with raised(ValueError, f"where rank {engine.stage_id} had {before}", "engine.save_checkpoint()"):
+                    load(optimizer, kept[1])
+                with raised(ValueError, "where rank"):
+                    load(start(mlp(), other, config)[1], kept[1])
+            else:
+                engine.module.load_state_dict(kept[0])
+                load(optimizer, kept[1])
+                same(train(engine, data[1:2]), expected)
+        del kept[1]["madpipe_parameters"]
+        for num_lines in (1, 0):
+            with heard() as said:
+                load(optimizer, kept[1])
+            assert len([line for line in said if "does not say of which parameters" in line]) == num_lines
+        one_less = start([*mlp()[:7], nn.Linear(8, 8, bias=False)], first, config)[1].state_dict()
+        if engine.stage_id == 1:
+            with pytest.raises(ValueError, match=r"they differ by 7\.bias"):
+                load(optimizer, one_less)
+
+
 CASES: dict[int, list[Callable[[Path], None]]] = {
     1: [
         what_cannot_be_loaded, other_kinds_of_optimizers, a_folder_that_is_written_again,
@@ -352,7 +392,7 @@ CASES: dict[int, list[Callable[[Path], None]]] = {
     2: [
         plans_for_the_ranks_that_are_left, no_plan_fits_after_a_warm_up,
         a_run_that_waits_for_its_plan_takes_the_cut_of_a_checkpoint, a_run_that_has_its_plan_keeps_it,
-        planning_that_is_off,
+        planning_that_is_off, states_of_optimizers_that_a_script_keeps,
         what_copies_of_tied_modules_do_not_share, a_damaged_checkpoint_of_as_many_stages,
         what_one_rank_alone_cannot_read, a_checkpoint_that_does_not_say_where_states_lie,
         a_run_that_waits_for_its_plan_still_does_where_loading_fails, layers_that_are_sliced,

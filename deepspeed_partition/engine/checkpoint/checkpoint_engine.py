@@ -26,6 +26,7 @@ from deepspeed_partition.engine.checkpoint.tied_modules import load_ties, save_t
 from deepspeed_partition.engine.checkpoint.unpickling import Reader
 from deepspeed_partition.engine.pipeline.stages import StagesModule, allocation_of
 from deepspeed_partition.engine.repartition.movable_engine import MovingEngine
+from deepspeed_partition.engine.repartition.optimizer_copies import without_marks
 from deepspeed_partition.engine.repartition.optimizer_state import ParameterState, lay_states
 from deepspeed_partition.engine.runtime.collectives import (
     from_rank_0,
@@ -97,6 +98,10 @@ class ResumingEngine(MovingEngine):
             OSError: a rank cannot write; on every rank, and what was there before stays.
             ValueError: the ranks have different tags, or the tag is an absolute path.
         """
+        with without_marks(self):
+            return self._save_whole(save_dir, tag, *args, **kwargs)
+
+    def _save_whole(self, save_dir: Any, tag: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.owns_cut or not save_dir:
             return super().save_checkpoint(save_dir, tag, *args, **kwargs)
         bound = inspect.signature(super().save_checkpoint).bind(save_dir, tag, *args, **kwargs)
@@ -216,7 +221,8 @@ class ResumingEngine(MovingEngine):
         """
         bound = inspect.signature(super().load_checkpoint).bind(load_dir, tag, *args, **kwargs)
         bound.apply_defaults()
-        return self._load_found(self._find(bound.arguments), bound)
+        with without_marks(self):
+            return self._load_found(self._find(bound.arguments), bound)
 
     def _get_all_ckpt_names(self, checkpoints_path: Any, tag: Any) -> list[str]:
         """Find files also in a folder with a bracket in its name, which DeepSpeed takes for a pattern."""

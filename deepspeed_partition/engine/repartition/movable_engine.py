@@ -18,6 +18,7 @@ from deepspeed_partition.engine.pipeline.plan_engine import AnyPlanEngine
 from deepspeed_partition.engine.pipeline.stages import allocation_of
 from deepspeed_partition.engine.repairs import fit_reduction_buffers, let_stages_differ, prefer_torch_adam
 from deepspeed_partition.engine.repartition.layer_moves import build_arriving, move_layers
+from deepspeed_partition.engine.repartition.optimizer_copies import mark_copies
 from deepspeed_partition.engine.repartition.optimizer_state import TrainingState
 from deepspeed_partition.engine.repartition.parameter_groups import EveryGroup, ParameterGroups
 from deepspeed_partition.engine.runtime.collectives import gather_objects
@@ -44,6 +45,10 @@ class MovingEngine(AnyPlanEngine):
 
     copies_follow = False
     """Whether the host lets copies of weights that a script keeps follow layers that move."""
+    is_in_checkpoint = False
+    """Whether a checkpoint is being saved or loaded: its files say of which cut they are."""
+    has_told_unmarked = False
+    """Whether it was said that a state of the optimizer does not say of which parameters it is."""
 
     # DeepSpeed's, without types there.
     basic_optimizer: Any
@@ -307,6 +312,7 @@ class MovingEngine(AnyPlanEngine):
         let_stages_differ(self.optimizer, self.mpu.get_model_parallel_group(), self.device)
         weights = (weight for weight in self.module.parameters() if weight.requires_grad)
         fit_reduction_buffers(self.optimizer, sum(weight.numel() for weight in weights))
+        mark_copies(self)
         if self._groups is None:
             return
         if self._every_group is None or not self._every_group.stands_for(self.basic_optimizer):
