@@ -25,8 +25,8 @@ from deepspeed_partition.engine.runtime.collectives import from_rank_0
 from deepspeed_partition.planner.errors import InfeasibleError, PlanFormatError, PlanMismatchError
 from tests.engine import hostile_cases, pipelines
 from tests.engine.any_plan_multiproc import plan_for
-from tests.engine.pipelines import mlp
-from tests.engine.running import NUM_MICRO_BATCHES, all_tensors, batches, planned, raised, same, start, train
+from tests.engine.pipelines import mlp, train_alone
+from tests.engine.running import NUM_MICRO_BATCHES, adam, all_tensors, batches, planned, raised, same, start, train
 from tests.engine.saved_layouts import (
     KINDS,
     LAYOUTS,
@@ -383,6 +383,33 @@ def states_of_optimizers_that_a_script_keeps(_: Path) -> None:
                 load(optimizer, one_less)
 
 
+def an_optimizer_that_is_given_with_its_state(_: Path) -> None:
+    """DeepSpeed's ZeRO left it behind with the parameters that it flattens, and began anew without a word."""
+    data = batches(4)
+
+    def experienced(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = adam(model)
+        for weight in model.parameters():
+            weight.grad = weight.detach().cos() * 3
+        optimizer.step()
+        optimizer.zero_grad()
+        return optimizer
+
+    def partly(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = experienced(model)
+        optimizer.state.pop(next(model.parameters()))
+        return optimizer
+
+    expected = train_alone(mlp(), data, experienced)
+    for zero in (0, 1):
+        engine, _, _ = start(mlp(), [0, 3, 8], {"zero_optimization": {"stage": zero}}, optimizer=experienced)
+        losses = train(engine, data[:2])
+        engine.recut([0, 5, 8])
+        same(losses + train(engine, data[2:]), expected)
+    with raised(RuntimeError, "is given with a state of '0.", "cannot lie in the flat tensor", "without states"):
+        start(mlp(), [0, 3, 8], {"zero_optimization": {"stage": 1}}, optimizer=partly)
+
+
 CASES: dict[int, list[Callable[[Path], None]]] = {
     1: [
         what_cannot_be_loaded, other_kinds_of_optimizers, a_folder_that_is_written_again,
@@ -392,7 +419,8 @@ CASES: dict[int, list[Callable[[Path], None]]] = {
     2: [
         plans_for_the_ranks_that_are_left, no_plan_fits_after_a_warm_up,
         a_run_that_waits_for_its_plan_takes_the_cut_of_a_checkpoint, a_run_that_has_its_plan_keeps_it,
-        planning_that_is_off, states_of_optimizers_that_a_script_keeps,
+        planning_that_is_off, an_optimizer_that_is_given_with_its_state,
+        states_of_optimizers_that_a_script_keeps,
         what_copies_of_tied_modules_do_not_share, a_damaged_checkpoint_of_as_many_stages,
         what_one_rank_alone_cannot_read, a_checkpoint_that_does_not_say_where_states_lie,
         a_run_that_waits_for_its_plan_still_does_where_loading_fails, layers_that_are_sliced,

@@ -243,6 +243,9 @@ def plan_of_nine(host: cases.Host) -> str:
     return str(path)
 
 
+CUT = {"algorithm": [0, 2, 8]}
+
+
 def replicated_and_moved(host: cases.Host) -> dict[str, Any]:
     """Two pipelines, which move together."""
     moves = [Moves([])] if host.pipelined else []
@@ -252,5 +255,51 @@ def replicated_and_moved(host: cases.Host) -> dict[str, Any]:
     return record
 
 
-SAME_AS_SINGLE = {2: [], 4: [replicated_and_moved]}
+class Experienced(cases.Classifier):
+    """Goes on with the state that an optimizer of the whole model had in a run before."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer, before = (torch.optim.AdamW(self.parameters(), lr=1e-2) for _ in range(2))
+        state = before.state_dict()
+        state["state"] = {
+            number: {
+                "step": torch.tensor(3.0),
+                "exp_avg": torch.full(weight.shape, number / 10),
+                "exp_avg_sq": torch.full(weight.shape, 1 + number / 10),
+            }
+            for number, weight in enumerate(self.parameters())
+        }
+        optimizer.load_state_dict(state)
+        return optimizer
+
+
+class KeepsState(Callback):
+    """Keeps the state of the optimizer in the first epoch, and loads it in the second one."""
+
+    refusal = ""
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        optimizer = trainer.optimizers[0]
+        if trainer.current_epoch == 0:
+            self.kept = optimizer.state_dict()
+        else:
+            self.refusal = cases.refused(lambda: optimizer.load_state_dict(self.kept))
+
+
+def states_of_optimizers(host: cases.Host) -> dict[str, Any]:
+    """Loaded into an optimizer before fit, with ZeRO and without; and kept over a move of layers."""
+    record: dict[str, Any] = {}
+    for stage in (0, 1):
+        recorder, keeps = cases.Recorder(), KeepsState()
+        trainer = host.trainer(recorder, *([keeps] if host.pipelined else []), strategy={**CUT, "stage": stage})
+        trainer.fit(cases.seeded(Experienced), cases.loader(32))
+        record[f"stage {stage}"] = recorder.rows
+        if host.pipelined:
+            rank = trainer.global_rank
+            assert f"where rank {rank} had layers" in keeps.refusal, keeps.refusal
+            assert "fit(ckpt_path=path)" in keeps.refusal
+    return record
+
+
+SAME_AS_SINGLE = {2: [states_of_optimizers], 4: [replicated_and_moved]}
 ONLY_PIPELINE = {2: [sentences, kept, moved], 4: []}

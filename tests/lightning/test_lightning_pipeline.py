@@ -215,7 +215,7 @@ def test_the_map_of_a_checkpoint_is_taken_over(two: Records) -> None:
     "case",
     [
         "plain", "tiny_last_batch", "announced_shapes", "clipped", "zero_1", "sequential", "tied",
-        "part_groups", "part_groups_zero_1", "plateau", "logged", "stopped_early", "alone",
+        "part_groups", "part_groups_zero_1", "plateau", "logged", "stopped_early", "alone", "states_of_optimizers",
     ],
 )  # fmt: skip
 def test_two_stages_train_like_one_process(two: Records, case: str) -> None:

@@ -19,7 +19,7 @@ from deepspeed_partition.engine.pipeline.stages import allocation_of
 from deepspeed_partition.engine.repairs import fit_reduction_buffers, let_stages_differ, prefer_torch_adam
 from deepspeed_partition.engine.repartition.layer_moves import build_arriving, move_layers
 from deepspeed_partition.engine.repartition.optimizer_copies import mark_copies
-from deepspeed_partition.engine.repartition.optimizer_state import TrainingState
+from deepspeed_partition.engine.repartition.optimizer_state import TrainingState, lay_states_given
 from deepspeed_partition.engine.repartition.parameter_groups import EveryGroup, ParameterGroups
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.environment import log_here, planning_is_off
@@ -309,6 +309,9 @@ class MovingEngine(AnyPlanEngine):
                 return optimizer
 
         super()._configure_optimizer(client_optimizer, model_parameters)
+        base = self.basic_optimizer
+        if self._is_to_own_cut and base is not self.optimizer and isinstance(base, torch.optim.Optimizer):
+            lay_states_given(base, self.optimizer, self.module)
         let_stages_differ(self.optimizer, self.mpu.get_model_parallel_group(), self.device)
         weights = (weight for weight in self.module.parameters() if weight.requires_grad)
         fit_reduction_buffers(self.optimizer, sum(weight.numel() for weight in weights))

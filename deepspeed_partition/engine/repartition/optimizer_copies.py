@@ -1,4 +1,4 @@
-"""Copies of an optimizer's state that a script takes with ``state_dict()`` and loads again, perhaps on another cut.
+"""Copies of an optimizer's state that a script takes by ``state_dict()`` and loads again, perhaps on another cut.
 
 PyTorch and DeepSpeed know parameters there by their places alone. After a move the same places are those of other
 layers, so that a copy from before would be taken for theirs, without a word where the shapes agree. Each copy says
@@ -38,7 +38,7 @@ _hooks: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDiction
 
 
 def mark_copies(engine: Any) -> None:
-    """Let ``state_dict()`` of an engine's optimizers say of which parameters it is, and ``load_state_dict()`` look.
+    """Let copies of the state of the optimizers of an engine say of which parameters they are, and look at it.
 
     Args:
         engine: Just started, or started again after a move.
@@ -76,9 +76,7 @@ class _Marks:
         if isinstance(states, Mapping):
             return load(self.before_loading(None, states), *args, **kwargs)
         if isinstance(states, list | tuple):
-            states = [
-                self.before_loading(None, each) if isinstance(each, Mapping) else each for each in states
-            ]
+            states = [self.before_loading(None, each) if isinstance(each, Mapping) else each for each in states]
         return load(states, *args, **kwargs)
 
     def before_loading(self, _: Any, state: Mapping[str, Any]) -> dict[str, Any]:

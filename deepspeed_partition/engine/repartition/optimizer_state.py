@@ -8,7 +8,7 @@ stage; and DeepSpeed starts on the parameters that are there now, as on any. Wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -218,6 +218,59 @@ def lay_states(states: dict[str, ParameterState], optimizer: Any, module: Pipeli
     if kept and hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def lay_states_given(given: torch.optim.Optimizer, optimizer: Any, module: PipelineModule) -> None:
+    """Let ``optimizer`` go on with the states that ``given``, which it wraps now, was given with. Collective.
+
+    DeepSpeed's wrapping optimizers train flat tensors, and leave behind what was kept for the parameters.
+
+    Raises:
+        RuntimeError: on every rank: a state that cannot lie in a flat tensor beside others.
+    """
+    names = parameter_names(module)
+    left = {names[key]: given.state.pop(key) for key in list(given.state) if key in names}
+    states = {
+        share.name: _state_of(share, left[share.name])
+        for one in trained_by(optimizer, module)
+        for parameter, whole in zip(one.parameters, one.shares, strict=True)
+        if one.tensor is not parameter and whole.name in left
+        for share in [Share(whole.name, 0, parameter.numel(), 0)]
+    }
+    messages = gather_objects(_why_not_in_flat_tensors(states, trained_by(optimizer, module)))
+    if any(messages):
+        raise RuntimeError(next(filter(None, messages)))
+    if any(gather_objects(bool(states))):
+        lay_states(states, optimizer, module)
+
+
+def _state_of(share: Share, entries: Mapping[Key, Any]) -> ParameterState:
+    tensors = {key: value for key, value in entries.items() if has_dimensions(value)}
+    return ParameterState(share, tensors, {key: value for key, value in entries.items() if key not in tensors})
+
+
+def _why_not_in_flat_tensors(states: Mapping[str, ParameterState], trained: Sequence[Trained]) -> str:
+    """Why states of parameters cannot lie in flat tensors, where they are made flat; empty if they can."""
+    for one in trained if states else ():
+        if not one.is_flat:
+            continue
+        kept = [states[share.name] for share in one.shares if share.name in states]
+        for state in kept:
+            odd = [key for key, value in state.tensors.items() if value.numel() != state.share.num_elements]
+            odd += [key for key, value in state.values.items() if not _alike(value, kept[0].values.get(key))]
+            if odd or len(kept) < len(one.shares):
+                what = f"whose {odd[0]!r}" if odd else "and not of all others of its group, which"
+                return (
+                    f"the optimizer is given with a state of {state.share.name!r} {what} cannot lie in the flat "
+                    "tensor that DeepSpeed's ZeRO and bf16 optimizers make of a group: train in fp32 without "
+                    "ZeRO, or give the optimizer without states"
+                )
+            state.tensors = {key: value.reshape(-1) for key, value in state.tensors.items()}
+    return ""
+
+
+def _alike(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if torch.is_tensor(one) and torch.is_tensor(other) else one == other
 
 
 def _handed_over(trained: Trained, states: dict[str, ParameterState]) -> dict[Key, Any]:
