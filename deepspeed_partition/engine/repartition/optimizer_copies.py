@@ -71,13 +71,17 @@ class _Marks:
             state[KEY] = _description(engine)
         return state
 
-    def loaded(self, load: Callable[..., Any], states: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load a state, or the list of one from each replica that optimizers of ZeRO take."""
-        if isinstance(states, Mapping):
-            return load(self.before_loading(None, states), *args, **kwargs)
-        if isinstance(states, list | tuple):
-            states = [self.before_loading(None, each) if isinstance(each, Mapping) else each for each in states]
-        return load(states, *args, **kwargs)
+    def loaded(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Load a state, or the list of one from each replica that optimizers of ZeRO take; DeepSpeed names it."""
+        args = tuple(map(self._without_marks, args))
+        return load(*args, **{name: self._without_marks(value) for name, value in kwargs.items()})
+
+    def _without_marks(self, argument: Any) -> Any:
+        if isinstance(argument, Mapping):
+            return self.before_loading(None, argument)
+        if isinstance(argument, list | tuple):
+            return [self.before_loading(None, each) if isinstance(each, Mapping) else each for each in argument]
+        return argument
 
     def before_loading(self, _: Any, state: Mapping[str, Any]) -> dict[str, Any]:
         """The state without its mark.

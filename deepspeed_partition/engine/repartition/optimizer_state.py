@@ -229,7 +229,7 @@ def lay_states_given(given: torch.optim.Optimizer, optimizer: Any, module: Pipel
         RuntimeError: on every rank: a state that cannot lie in a flat tensor beside others.
     """
     names = parameter_names(module)
-    left = {names[key]: given.state.pop(key) for key in list(given.state) if key in names}
+    left = {name: given.state.pop(parameter) for parameter, name in names.items() if parameter in given.state}
     states = {
         share.name: _state_of(share, left[share.name])
         for one in trained_by(optimizer, module)
