@@ -230,6 +230,8 @@ def lay_states_given(given: torch.optim.Optimizer, optimizer: Any, module: Pipel
     """
     names = parameter_names(module)
     left = {name: given.state.pop(parameter) for parameter, name in names.items() if parameter in given.state}
+    if not any(gather_objects(bool(left))):
+        return
     states = {
         share.name: _state_of(share, left[share.name])
         for one in trained_by(optimizer, module)
@@ -240,8 +242,7 @@ def lay_states_given(given: torch.optim.Optimizer, optimizer: Any, module: Pipel
     messages = gather_objects(_why_not_in_flat_tensors(states, trained_by(optimizer, module)))
     if any(messages):
         raise RuntimeError(next(filter(None, messages)))
-    if any(gather_objects(bool(states))):
-        lay_states(states, optimizer, module)
+    lay_states(states, optimizer, module)
 
 
 def _state_of(share: Share, entries: Mapping[Key, Any]) -> ParameterState:
