@@ -56,10 +56,18 @@ def find_call(module: Any, step: str, batch: Any, undone: Callable[[], AbstractC
         undone: A context in which the step runs, and after which what it has set is undone.
 
     Raises:
-        ValueError: it makes none, or one of a module that does not have all trained weights.
+        ValueError: it makes none, or one of a module that does not have all trained weights; or it asks for an
+            attribute that is not there yet.
     """
     own, paths = trained(module)
-    made = call_among(module, step, batch, undone, paths)
+    try:
+        made = call_among(module, step, batch, undone, paths)
+    except AttributeError as error:  # mostly of what a hook sets
+        raise ValueError(
+            f"{step} of {type(module).__name__} raises {type(error).__name__} ({error}) at {line_of_users(error)} "
+            "where it runs once to see what it calls, before any hook of an epoch or a batch: set what it reads "
+            "in __init__() or setup()"
+        ) from error
     if made is None:
         raise ValueError(
             f"{step} of {type(module).__name__} calls neither self() nor a module whose weights are trained, so "

@@ -20,6 +20,7 @@ from lightning_madpipe.finding.captured_calls import CapturedCalls
 from lightning_madpipe.finding.step_call import call_among, trained
 from lightning_madpipe.module import PipelineCall
 from lightning_madpipe.steps.batches import tensors_of
+from lightning_madpipe.steps.own_generators import OwnGenerators
 from lightning_madpipe.steps.step_side_effects import Leftovers
 
 
@@ -98,9 +99,11 @@ def without_data_undone(module: Any, lightning: Lightning) -> Iterator[None]:
 
 @contextmanager
 def undone(module: Any, lightning: Lightning) -> Iterator[None]:
-    """A context after which a module has the attributes that it had before."""
-    before = Leftovers(module, vars(lightning.module_class()), undoable=True)
-    try:
-        yield
-    finally:
-        before.undo()
+    """A context after which a module has the attributes that it had, and its generators are where they were."""
+    of_host = vars(lightning.module_class())
+    with OwnGenerators(module, of_host, lightning.refusal).rehearsal():
+        before = Leftovers(module, of_host, undoable=True)  # which keeps iterators that can be put back
+        try:
+            yield
+        finally:
+            before.undo()

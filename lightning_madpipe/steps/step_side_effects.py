@@ -330,6 +330,8 @@ def _version(tensor: Tensor) -> int | None:
 
 
 def _is_same(seen: Seen, value: Any, visited: set[int]) -> bool:
+    if type(value) is str and value == seen.value:
+        return True  # the environment makes a new string whenever it is read
     if value is not seen.value:
         return False
     if id(value) in visited or isinstance(value, nn.Parameter):

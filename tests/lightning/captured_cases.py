@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import random
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -598,6 +600,39 @@ class DecidingModel(Sgd):
         self.log("val_loss", F.mse_loss(self(batch[0]), batch[0]))
 
 
+class OwnGenerators(Sgd):
+    """Its step draws from a generator and an iterator of its own, for each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.rng, self.factors = random.Random(0), itertools.cycle([1.0, 2.0, 0.5])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        factor = next(self.factors) * (3.0 if self.rng.random() < 0.5 else 1.0)
+        return F.mse_loss(self(batch[0] * factor), batch[0])
+
+
+def own_generators(host: cases.Host) -> dict[str, Any]:
+    """The step that was run to find the layers drew the numbers and the item of the first batch."""
+    return trained(host, OwnGenerators, cases.loader(NUM_SAMPLES))
+
+
+class NeedsAHook(OwnGenerators):
+    """Reads what a hook of a batch sets."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.of_batch = 2.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step((batch[0] * self.of_batch,), batch_idx)
+
+
 def deciding_blocks(host: cases.Host) -> dict[str, Any]:
     """Where a step itself called a module that decides by data, its layers computed something else."""
     return trained(host, DecidingBlocks, cases.loader(NUM_SAMPLES))
@@ -1052,6 +1087,7 @@ def refused_modules(host: cases.Host) -> dict[str, Any]:
         Noisy, NoCall, OtherOrder, ChangingCall, Branching, BranchingInside, BranchingLoss, Resized, Generating,
         Unequal, Attached, RateInForward, RateOfTrainer, Carrying, CarryingForBatches, CarryingByLayers,
         MixedWindow, ByChance, ByChanceFound, Adjacent, AdjacentInLayers, SparseRows, FeaturedDeciding,
+        NeedsAHook,
     ):  # fmt: skip
         if not is_chosen(build.__name__):
             continue
@@ -1105,6 +1141,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         in_place,
         rate_in_step,
         copies_that_leave,
+        own_generators,
     ],
     4: [],
 }
