@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from deepspeed_partition.planner.units import counted
 from lightning_madpipe.checkpoint.weight_copies import refusals_of_averages
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.number_types import refusals_of_types
@@ -126,7 +127,7 @@ def _refusals_of_layers(
     if num_layers < num_stages:
         why = call.captured.why_few if call.captured is not None else ""
         reasons.append(
-            f"{type(module).__name__} has {num_layers} pipeline layers for {num_stages} stages"
+            f"{type(module).__name__} has {counted(num_layers, 'pipeline layer')} for {num_stages} stages"
             f"{f' ({why})' * bool(why)}: "
             f"{fewer_stages(num_layers, num_processes)}; or name finer layers in pipeline_layers()"
         )

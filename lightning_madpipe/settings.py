@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from deepspeed_partition.options import Options
+from deepspeed_partition.planner.units import counted
 
 
 def read_config(config: Any) -> Any:
@@ -111,7 +112,7 @@ def fewer_stages(most: int, num_processes: int) -> str:
     dividing = max(number for number in range(1, most + 1) if num_processes % number == 0)
     pipelines = num_processes // dividing
     return (
-        f"use at most {most} stages, MadPipeStrategy(num_stages={dividing}), which makes {pipelines} "
+        f"use at most {counted(most, 'stage')}, MadPipeStrategy(num_stages={dividing}), which makes {pipelines} "
         f"pipelines of the {num_processes} processes, or Trainer(devices={most})"
     )
 

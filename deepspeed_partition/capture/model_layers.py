@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,9 @@ from deepspeed_partition.capture.program import Program
 from deepspeed_partition.capture.recorder import CaptureError
 from deepspeed_partition.capture.recording import Attribute
 from deepspeed_partition.capture.weights_without_data import State
+
+MOST_NAMED = 3
+"""Modules and lines of a layer that a sentence names."""
 
 
 class Branch(nn.Module):
@@ -57,6 +61,33 @@ class CapturedLayer(nn.Module):
     def extra_repr(self) -> str:
         return ", ".join(self._recipe.names[self._number])
 
+    @property
+    def contents(self) -> Contents:
+        """What the layer runs."""
+        return self._recipe.contents(self._number)
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a layer of a captured model runs, for sentences."""
+
+    modules: dict[str, nn.Module]
+    """The user's modules, by their names in the model, in order."""
+    lines: list[str]
+    """The lines of the model's code that run between modules, such as ``net.py:33``."""
+
+    def in_words(self, names: Mapping[nn.Module, str] | None = None) -> str:
+        """Modules and lines: ``self.head, and the code at net.py:33``.
+
+        Args:
+            names: The names of modules for the user; those in the model where there are none.
+        """
+        called = [(names or {}).get(module, name) for name, module in self.modules.items()]
+        shown = ", ".join([*called[:MOST_NAMED], *["..."] * (len(called) > MOST_NAMED)])
+        lines = ", ".join([*self.lines[:MOST_NAMED], *["..."] * (len(self.lines) > MOST_NAMED)])
+        code = f"the code at {lines}" if lines else ""
+        return f"{shown}, and {code}" if shown and code else shown or code
+
 
 class TiedWeights(nn.Module):
     """The modules of a captured model that use a weight together, in whichever layers these stand."""
@@ -85,6 +116,16 @@ class TiedLayer(nn.Module):
 
     def forward(self, inputs: Any) -> Any:
         return self.run(self.shared, inputs)
+
+
+def contents_of(layer: Any) -> Contents | None:
+    """What a layer runs that was found in a model, also where it is given as the function of a tied one."""
+    if isinstance(layer, CapturedLayer):
+        return layer.contents
+    recipe, number, *_ = (*layer.args, None, None) if isinstance(layer, functools.partial) else (None, None)
+    if isinstance(layer, TiedLayer):
+        recipe, number = layer.recipe, layer.number
+    return recipe.contents(number) if isinstance(recipe, Recipe) and isinstance(number, int) else None
 
 
 def fill(
@@ -167,6 +208,14 @@ class Recipe:
         state = model.training, (), autocast_on(self.captured.graph.recording.device)
         other.programs[state] = self._captured_again(other.captured, *state)
         return other
+
+    def contents(self, number: int) -> Contents:
+        """The modules and the lines that a layer runs."""
+        graph = self.captured.graph
+        calls = [node.call for node in graph.nodes if self.layout.layer_of.get(node.number) == number]
+        modules = {call.target: graph.recording.modules[call.target] for call in calls if call.is_module}
+        own = [Path(call.where).name for call in calls if not call.is_module and call.where]
+        return Contents(modules, list(dict.fromkeys(own)))
 
     def program(self, number: int, module: nn.Module) -> Program:
         """What a layer runs, in the state in which its modules are."""

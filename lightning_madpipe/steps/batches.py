@@ -241,10 +241,11 @@ def _rows_of(batch: Any, size: int, rows: range | list[int]) -> Any:
             return batch
         if batch.shape[0] != size:
             raise UncutBatchError(
-                f"a tensor of shape {tuple(batch.shape)} stands in a batch of {size} samples: dimension 0 "
-                "of every tensor must count the samples, so that the batch can be cut into micro-batches (also "
-                "for num_micro_batches=1, where layers are looked at on parts): pad it, so that each sample has a "
-                "row, or make what belongs to no sample a buffer of the module"
+                f"a tensor of shape {tuple(batch.shape)} stands in a batch whose first tensor has {size} rows: "
+                "dimension 0 of every tensor must count the samples, so that the batch can be cut into "
+                "micro-batches (also for num_micro_batches=1, where layers are looked at on parts). Let "
+                "collate_fn pad tensors to a row per sample, and give the loaders of a CombinedLoader one "
+                "batch_size; make what belongs to no sample a buffer of the module"
             )
         return batch[rows.start : rows.stop] if isinstance(rows, range) else batch[rows]
     if isinstance(batch, list | tuple) and len(batch) == size and next(tensors_of(batch), None) is None:

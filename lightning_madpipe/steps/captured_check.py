@@ -23,6 +23,8 @@ from lightning_madpipe.steps.layer_check import LayerCheck, LayersDifferError, V
 class CapturedCheck(LayerCheck):
     """A comparison of all captured layers at once with the model's own code, as the step calls it."""
 
+    _list_in_words = "the layers that were found"
+
     def __init__(self, module: Any, call: PipelineCall, arguments: Sequence[Tensor], **settings: Any) -> None:
         super().__init__(module, call, arguments, **settings)
         self._target = call.target(module)

@@ -102,6 +102,8 @@ class LayerCheck:
         traces: Gives the module as it is now, to be compared and put back.
     """
 
+    _list_in_words = "pipeline_layers()"
+
     def __init__(
         self,
         module: Any,
@@ -152,7 +154,7 @@ class LayerCheck:
 
     def _why_not(self) -> str | None:
         if self._forward.__module__.startswith(("torch.", "lightning.", "pytorch_lightning.")):
-            return f"{self._name} has no forward() to compare pipeline_layers() with"
+            return f"{self._name} has no forward() to compare {self._list_in_words} with"
         if any(isinstance(layer, LayerSpec) and not isinstance(layer, TiedModule) for layer in self._layers):
             why = "which is built where it runs"
             return f"pipeline_layers() has a LayerSpec, {why}: it is not compared with forward()"
@@ -178,8 +180,8 @@ class LayerCheck:
                 self._compare_draws(whole=False)
                 self._notes.append(
                     f"the whole {self._name} does not fit into {self._device} beside what is there: "
-                    "pipeline_layers() was compared with forward() layer by layer, and the gradients of its "
-                    "weights were not"
+                    f"{self._list_in_words} could be compared with forward() layer by layer alone, and the "
+                    "gradients of its weights were not"
                 )
         return Verdict(
             notes=tuple(self._notes),
@@ -271,7 +273,7 @@ class LayerCheck:
                 if state is not None:
                     raise LayersDifferError(f"forward() of {self._name} raises {error}: {state}") from error
                 self._notes.append(
-                    f"pipeline_layers() could not be compared with forward() of {self._name}, which raises "
+                    f"{self._list_in_words} could not be compared with forward() of {self._name}, which raises "
                     f"{type(error).__name__} here: {error}"
                 )
                 return
@@ -536,8 +538,8 @@ class LayerCheck:
         except RuntimeError as error:  # such as of a tensor that a hook of an earlier step has kept
             forget_failed_backward()
             self._notes.append(
-                f"pipeline_layers() could not be compared with forward() of {self._name}, whose backward raises "
-                f"{type(error).__name__} here: {error}"
+                f"{self._list_in_words} could not be compared with forward() of {self._name}, whose backward "
+                f"raises {type(error).__name__} here: {error}"
             )
             return False
         restore_buffers(buffers)

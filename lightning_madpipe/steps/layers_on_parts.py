@@ -38,6 +38,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from deepspeed_partition.capture.model_layers import contents_of
 from deepspeed_partition.engine.runtime.first_failure import in_words
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state, random_state, torch_state
 from deepspeed_partition.generators import COMMON, GENERATORS, generator_state, members_of
@@ -215,6 +216,9 @@ def _in_words(place: int, layer: Any, names: Mapping[nn.Module, str]) -> tuple[s
     is_module = isinstance(own, nn.Module)
     name = names.get(own, f"layer {place}") if is_module else f"layer {place}"
     kind = type(own).__name__ if is_module else getattr(own, "__name__", type(own).__name__)
+    contents = contents_of(layer.forward_fn if isinstance(layer, TiedModule) and layer.forward_fn else own)
+    if contents is not None:  # code of the model beside modules
+        kind = contents.in_words(names) or kind
     return name, f"{name} ({kind})"
 
 

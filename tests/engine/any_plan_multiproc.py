@@ -841,7 +841,7 @@ def what_is_refused(_: Path) -> None:
     with raised(PlanMismatchError, f"uses 1 of its {world} devices"):
         begin(mlp(), idle)
     untrained = {2: ((0, 1, 0), [0, 1, 2, 8]), 3: ((0, 1, 0, 2), [0, 1, 2, 5, 8])}[world]
-    with raised(ValueError, "leave rank 1, layers 1 to 2, without trainable parameters"):
+    with raised(ValueError, "leaves rank 1, layers 1 to 2, without trainable parameters"):
         begin(mlp(), plan_for(*untrained))
 
 

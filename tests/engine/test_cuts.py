@@ -177,11 +177,11 @@ def test_options_go_before_what_was_measured_of_links():
 def test_every_rank_has_something_to_train():
     looped = plans.plan_of(plans.chain_of(8), plans.platform_of(2), [0, 2, 4, 8], [0, 1, 0]).allocation
     check_every_rank_trains(looped, [0, 0, 0, 1, 0, 0, 0, 1])
-    with pytest.raises(ValueError, match="leave rank 1, layers 2 to 4, without trainable"):
+    with pytest.raises(ValueError, match="leaves rank 1, layers 2 to 4, without trainable"):
         check_every_rank_trains(looped, [1, 1, 0, 0, 1, 1, 1, 1])
-    with pytest.raises(ValueError, match="leave rank 0, layers 0 to 2, 4 to 8, without trainable"):
+    with pytest.raises(ValueError, match="leaves rank 0, layers 0 to 2, 4 to 8, without trainable"):
         check_every_rank_trains(looped, [0, 0, 1, 1, 0, 0, 0, 0])
-    with pytest.raises(ValueError, match="leave stage 0, layers 0 to 4, without trainable"):
+    with pytest.raises(ValueError, match="leaves stage 0, layers 0 to 4, without trainable"):
         check_every_rank_trains(Allocation.contiguous([0, 4, 8]), [0] * 4 + [1] * 4)
 
 

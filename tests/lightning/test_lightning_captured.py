@@ -37,7 +37,7 @@ def test_dropout_draws_from_the_seed(two: Records) -> None:
         ),
         ("Branching", "captured_cases.py:"),
         ("Branching", "Nor can it be cut between its elements: the model's code uses what an element returned"),
-        ("BranchingInside", "has 1 pipeline layers for 2 stages (net (Bounded) stays whole: its code decides by"),
+        ("BranchingInside", "has 1 pipeline layer for 2 stages (net (Bounded) stays whole: its code decides by"),
         ("BranchingInside", "captured_cases.py:"),
         ("BranchingInside", "changes a buffer, and would change it twice"),
         ("BranchingLoss", "it would return a loss of each micro-batch: let it return what the loss is made of"),
@@ -67,6 +67,8 @@ def test_dropout_draws_from_the_seed(two: Records) -> None:
         ("RateOfTrainer", "asks for the optimizer or its rate at captured_cases.py:"),
         ("FeaturedDeciding", "the hook hook on self.blocks.0 writes self.features, which forward() of "),
         ("FeaturedDeciding", "let the elements return it"),
+        ("NeedsAHook", "at captured_cases.py:"),
+        ("NeedsAHook", "before any hook of an epoch or a batch: set what it reads in __init__() or setup()"),
         ("Attached", "since self.encoder.gain.alpha has changed, the layers that were found of self()"),
     ],
 )
@@ -77,7 +79,7 @@ def test_what_cannot_be_captured_is_refused_with_its_line(two: Records, module: 
 def test_a_table_that_is_cut_like_samples_is_told(two: Records) -> None:
     """It was cut in silence, for the look at layers that were found ended at the first form that they keep."""
     [said] = [line for rank in two.ranks for line in rank["told_of_tables"]]
-    assert "(Linear) gives for a sample depends on the others" in said
+    assert ", and the code at captured_cases.py:" in said and "gives for a sample depends on the others" in said
     assert "as many rows as there are samples by chance" in said
 
 

@@ -107,7 +107,10 @@ def test_one_sample_stands_beside_no_more(uneven):
             [[torch.zeros(4, 3), torch.zeros(2, 3), torch.zeros(5, 3)], torch.zeros(4)],
             "a list of 3 tensors stands",
         ),
-        ([torch.zeros(4, 3), torch.zeros(3)], "a tensor of shape (3,) stands in a batch of 4 samples"),
+        (
+            [torch.zeros(4, 3), torch.zeros(3)],
+            "shape (3,) stands in a batch whose first tensor has 4 rows",
+        ),
     ],
 )
 def test_batches_that_cannot_be_split(batch: Any, sentence: str) -> None:

@@ -323,12 +323,12 @@ def test_a_rank_trains_its_own_layers(two: Records) -> None:
         ("outside", "has parameters outside its pipeline layers (scale; 1 in all)"),
         (
             "one layer",
-            "OneLayer has 1 pipeline layers for 2 stages: use at most 1 stages, MadPipeStrategy(num_stages=1), "
+            "OneLayer has 1 pipeline layer for 2 stages: use at most 1 stage, MadPipeStrategy(num_stages=1), "
             "which makes 2 pipelines of the 2 processes, or Trainer(devices=1); or name finer layers",
         ),
         (
             "one trained layer",
-            "1 of them with trainable parameters: use at most 1 stages, MadPipeStrategy(num_stages=1), which "
+            "1 of them with trainable parameters: use at most 1 stage, MadPipeStrategy(num_stages=1), which "
             "makes 2 pipelines of the 2 processes, or Trainer(devices=1)",
         ),
         ("optimizers", "a pipeline works with one optimizer"),

@@ -171,8 +171,8 @@ def check_every_rank_trains(allocation: Allocation, num_trainable_parameters: Se
         )
         place = f"stage {device}" if allocation.is_contiguous else f"rank {device}"
         raise ValueError(
-            f"the boundaries {list(allocation.boundaries)} leave {place}, layers {layers}, without trainable "
-            "parameters, and DeepSpeed's optimizer cannot start without: move a boundary, make another plan, or "
+            f"the cut at {list(allocation.boundaries)} leaves {place}, layers {layers}, without trainable "
+            "parameters, and DeepSpeed's optimizer cannot start without: give other boundaries, another plan, or "
             "freeze layers before the pipeline is built (under Lightning in __init__()), which then cuts otherwise"
         )
 
