@@ -145,6 +145,13 @@ class ForkedRanks:
                 wait_for_all(processes)
                 self._raise_failure(processes, folder)
                 run: RunOfRanks = _read(folder / RESULT)
+            except KeyboardInterrupt:
+                if fitting:
+                    announce(
+                        "the fit was interrupted, and its ranks have ended: the module has the weights that it "
+                        "had before; a ModelCheckpoint keeps what was trained, and fit(ckpt_path=...) goes on"
+                    )
+                raise
             finally:
                 self._processes = []
                 for process in processes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,11 @@ torch.set_num_threads(4)
 
 
 class Model(Classifier):
-    fails_at = -1
+    fails_at = interrupts_at = -1
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.interrupts_at == batch_idx:
+            os.kill(os.getppid(), signal.SIGINT)  # somebody interrupts the kernel
         if self.fails_at == batch_idx:
             raise ValueError("a step of mine fails")
         return super().training_step(batch, batch_idx)
@@ -46,7 +50,7 @@ def trainer(folder: str, **settings: Any) -> Any:
     )  # fmt: skip
 
 
-def told(act: Any, *arguments: Any, kind: type[Exception] = MisconfigurationException) -> str:
+def told(act: Any, *arguments: Any, kind: type[BaseException] = MisconfigurationException) -> str:
     try:
         act(*arguments)
     except kind as error:
@@ -87,7 +91,14 @@ def main(folder: str) -> None:
         torch.cat(predicted)[:, :4], torch.cat([trained(x) for x, _ in data]), rtol=1e-4, atol=1e-5
     )
 
-    trained.fails_at = 3
+    before = {name: value.clone() for name, value in trained.state_dict().items()}
+    trained.interrupts_at = 1
+    told(trainer(folder, strategy="madpipe", devices=2).fit, trained, data, kind=SystemExit)  # by Lightning
+    assert not multiprocessing.active_children()
+    for name, value in before.items():
+        torch.testing.assert_close(trained.state_dict()[name], value, rtol=0, atol=0)
+
+    trained.interrupts_at, trained.fails_at = -1, 3
     said = told(trainer(folder, strategy="madpipe", devices=2).fit, trained, data, kind=ValueError)
     assert "a step of mine fails" in said and "in training_step" in said
     trained.fails_at, trained.pipeline_layers = -1, lambda: [trained.head]
@@ -109,4 +120,5 @@ def main(folder: str) -> None:
     print("done")
 
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 main(sys.argv[1])

@@ -15,6 +15,7 @@ def test_a_notebook_trains_as_one_process(tmp_path: Path) -> None:
     code = run_ranks(SCRIPT, [str(tmp_path)], None, log, timeout_seconds=200)
     said = log.read_text()
     assert code == 0 and "\ndone" in said, said[-3000:]
-    assert said.count("2 processes, forked from this one, run the pipeline") == 3, "once per Trainer"
+    assert said.count("2 processes, forked from this one, run the pipeline") == 4, "once per Trainer"
+    assert said.count("the fit was interrupted, and its ranks have ended") == 1
     of_one_stage = said.partition("one stage has the whole model")[2]
     assert of_one_stage and "[madpipe]" not in of_one_stage.partition("\n")[2], "and nothing else"
