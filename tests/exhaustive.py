@@ -187,6 +187,7 @@ NAMED: dict[str, Sequence[str]] = {
             f"test_a_pipeline_that_never_drains_trains_as_delayed_updates_in_one_process[{case}]"
             for case in ("stashing, adam", "2bw, momentum", "vertical-sync, momentum")
         ),
+        "test_a_pipeline_that_never_drains_in_other_forms[zero 1]",
         "test_several_stages_on_a_rank_train_like_one_process[several_stages_in_all_forms]",
         "test_runs_that_move_are_those_that_never_do[momentum]",
         "test_runs_that_move_are_those_that_never_do[Signs]",

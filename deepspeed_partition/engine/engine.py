@@ -24,6 +24,7 @@ from deepspeed_partition.engine.pipeline.batch_programs import program_of
 from deepspeed_partition.engine.pipeline.before_step import BeforeStep, Buffers
 from deepspeed_partition.engine.pipeline.carried_types import why_types_are_not_carried
 from deepspeed_partition.engine.pipeline.endless_conditions import (
+    UNCOMPARED,
     announce_endless,
     check_versions,
     why_not_endless,
@@ -603,6 +604,8 @@ class MadPipeEngine(ResumingEngine):
             )  # fmt: skip
             if self._recorder is not None:
                 announce("no timeline is saved: it is one of steps that drain, and this pipeline never does")
+            if self._planned_peak.is_possible:
+                announce(UNCOMPARED)
             announce_endless(self, mode, program)
             if not self._tells_reads:
                 self._tells_reads = True

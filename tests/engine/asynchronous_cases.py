@@ -19,6 +19,7 @@ from torch import nn
 from deepspeed_partition import Plan
 from deepspeed_partition.engine.runtime import environment
 from deepspeed_partition.engine.runtime.collectives import gather_objects
+from deepspeed_partition.engine.runtime.planned_peak import PlannedPeak
 from deepspeed_partition.planner.errors import PlanMismatchError
 from deepspeed_partition.schedule.instructions import Compute
 from tests.engine import plans
@@ -315,6 +316,38 @@ def batches_of_another_size_drain(_: Path) -> None:
         same_weights(engine, expected)
 
 
+def recut_to_another_mode(_: Path) -> None:
+    """A plan of another mode and cut, between two calls: the pipeline comes to rest, moves layers and goes on."""
+    data, make = batches(6), OPTIMIZERS["momentum"]
+    (devices, cuts), (others, other_cuts) = maps()[0], maps()[1]
+    engine = begin(plan_for(devices, cuts, "stashing"), make)
+    items = mine(engine, data)
+    losses = [call(engine, items) for _ in range(3)]
+    expected = alone(engine, make)
+    wanted = [expected.train(batch) for batch in data[:3]]
+    lines: list[str] = []
+    with patch.object(environment, "log_here", lambda line, *_: lines.append(line)):
+        engine.recut(plan_for(others, other_cuts, "2bw"))
+    assert engine.is_at_rest and engine.weight_versions == "2bw"
+    told = any("weight_versions is '2bw' now, as the plan says, and was 'stashing'" in line for line in lines)
+    assert told == (engine.global_rank == 0), lines
+    same_weights(engine, expected)
+    items = mine(engine, data[3:])
+    with (
+        patch.object(PlannedPeak, "is_possible", True),  # as on a GPU
+        patch.object(environment, "log_here", lambda line, *_: lines.append(line)),
+    ):
+        losses += [call(engine, items) for _ in range(3)]
+    told = any("memory that each rank needs is not compared with its plan" in line for line in lines)
+    assert told == (engine.global_rank == 0), lines
+    again = alone(engine, make)
+    expected.rest()
+    expected.version, expected.stages = again.version, again.stages
+    same(losses, [*wanted, *(expected.train(batch) for batch in data[3:])])
+    engine.come_to_rest()
+    same_weights(engine, expected)
+
+
 def weights_in_bf16_and_zero_1(_: Path) -> None:
     """To 5 digits over 30 updates, for the loop in one process rounds to bf16 where DeepSpeed does."""
     data = batches(30)
@@ -549,6 +582,7 @@ CASES = {
         forwards_and_backwards_use_the_same_weights,
         schedules_and_clipping,
         batches_of_another_size_drain,
+        recut_to_another_mode,
         weights_in_bf16_and_zero_1,
         reads_while_it_goes_on_are_said,
         a_run_that_asks_for_another_mode_than_its_checkpoint_plans_anew,

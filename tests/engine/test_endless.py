@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from deepspeed_partition import Plan
+from deepspeed_partition import Chain, LayerProfile, Plan, Platform, make_plan
 from deepspeed_partition.engine.runtime.boundary_shapes import bases_of
 from deepspeed_partition.planner.errors import PlanMismatchError
 from deepspeed_partition.planner.weight_versions import versions_in_order
@@ -192,3 +192,29 @@ def test_what_decides_micro_batch_by_micro_batch_is_refused():
     )
     with pytest.raises(PlanMismatchError, match="asynchronous training"):
         lower_endless(replace(plan, operations=halves), 2)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "per_update", "of_flush", "ahead"),
+    [(4, 4, 1.40, 1.75), (4, 8, 1.22, 1.38), (4, 16, 1.12, 1.19), (8, 8, 1.36, 1.88), (8, 16, 1.21, 1.44)],
+)
+def test_an_update_takes_longer_where_forwards_do_not_run_ahead(
+    num_stages: int, per_update: int, of_flush: float, ahead: float
+) -> None:
+    """The figures of Lightning's README, of equal layers whose backwards take twice their forwards."""
+    platform = Platform(num_devices=num_stages, memory_bytes=10**9, bandwidth=1e9)
+    layers = tuple(
+        LayerProfile(
+            name=f"layer {place}", forward_seconds=0.01, backward_seconds=0.02, weight_bytes=100,
+            stash_bytes=1000, output_bytes=10,
+        )
+        for place in range(num_stages)
+    )  # fmt: skip
+    plan = make_plan(
+        Chain(input_bytes=10, layers=layers), platform, "contiguous", num_micro_batches=per_update,
+        weight_versions="stashing",
+    )  # fmt: skip
+    assert plan.flush_step_seconds is not None
+    for runs_ahead, gain in ((True, ahead), (False, of_flush)):
+        program = lower_endless(plan, per_update, runs_ahead=runs_ahead)
+        assert plan.flush_step_seconds / program.batch_seconds == pytest.approx(gain, abs=0.006)

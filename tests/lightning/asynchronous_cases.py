@@ -100,7 +100,7 @@ def loader(data: Sequence[Batch]) -> DataLoader:
 
 
 def saved(host: cases.Host, plan: Plan) -> str:
-    path = host.folder / f"{plan.weight_versions} on {len(plan.stages)}.json"
+    path = host.folder / f"{plan.weight_versions} {plan.micro_batches_per_update} on {len(plan.stages)}.json"
     plan.save(path)  # alike on all ranks
     return str(path)
 
@@ -382,8 +382,58 @@ def failures_in_flight(host: cases.Host) -> dict[str, Any]:
     return {}
 
 
+def in_other_forms(host: cases.Host) -> dict[str, Any]:
+    """ZeRO-1, windows of two batches, bf16."""
+
+    def zero() -> dict[str, Any]:
+        data = batches(4)
+        expected, model, watch, _ = short(host, "stashing", data, strategy={"stage": 1})
+        same(watch.losses, alone(expected, data, watch.rests))
+        same_weights(model, expected)
+        return {}
+
+    def windows() -> dict[str, Any]:
+        data = batches(6)
+        expected, model = started(plan := plan_of("2bw", 8), "momentum")
+        trainer = host.trainer(
+            strategy={"plan": saved(host, plan), "loss": "mean"}, max_epochs=1, accumulate_grad_batches=2
+        )
+        trainer.fit(model, loader(data))
+        expected.version = versions_of(trainer)
+        alone(expected, [[*data[first], *data[first + 1]] for first in (0, 2, 4)], [])
+        same_weights(model, expected)
+        assert model.steps_of_hooks == [0, 1, 2]
+        return {}
+
+    def bf16() -> dict[str, Any]:
+        plan = plan_of("2bw", 4)
+        torch.manual_seed(3)
+        expected = Delayed(OPTIMIZERS["momentum"], lambda stage, number: 0, plan, dtype=torch.bfloat16)
+        model, watch = Model(Whole(mlp()), "momentum"), Losses()
+        model.load_state_dict({f"net.{name}": each for name, each in expected.weights.items()}, strict=False)
+        strategy = {"plan": saved(host, plan), "loss": "mean"}
+        trainer = host.trainer(watch, strategy=strategy, max_epochs=1, precision="bf16-mixed")
+        trainer.fit(model, loader(batches(4)))
+        expected.version = versions_of(trainer)
+        same(watch.losses, alone(expected, batches(4, dtype=torch.bfloat16), watch.rests))
+        return {}
+
+    def plan_of(mode: str, per_update: int) -> Plan:
+        devices, cuts = next(iter(MAPS[host.num_processes].items()))
+        return plan_for(devices, cuts, mode, per_update)
+
+    return run_chosen({"zero 1": zero, "windows": windows, "bf16": bf16})
+
+
 ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
-    2: [never_drains, rests_for_checkpoints, hooks_in_flight, losses_in_flight, failures_in_flight],
+    2: [
+        never_drains,
+        rests_for_checkpoints,
+        hooks_in_flight,
+        losses_in_flight,
+        failures_in_flight,
+        in_other_forms,
+    ],
     4: [],
 }
 SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {2: [], 4: []}

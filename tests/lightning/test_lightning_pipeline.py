@@ -378,6 +378,11 @@ def test_a_pipeline_that_never_drains_trains_as_delayed_updates_in_one_process(t
     assert two.of("never_drains")[case]["delay"] == 1  # the case compares
 
 
+@pytest.mark.parametrize("form", ["zero 1", "windows", "bf16"])
+def test_a_pipeline_that_never_drains_in_other_forms(two: Records, form: str) -> None:
+    assert two.of("in_other_forms")[form] == {}  # the case compares
+
+
 @pytest.mark.parametrize("case", ["rests_for_checkpoints", "failures_in_flight"])
 def test_a_pipeline_that_never_drains_comes_to_rest(two: Records, case: str) -> None:
     assert two.of(case) == {}  # the case compares

@@ -34,6 +34,11 @@ CLIPS_BY_OWN = (
     "wait for one another: training then depends on the cut; '2bw' clips by the norm of all"
 )
 
+UNCOMPARED = (
+    "the memory that each rank needs is not compared with its plan: that is done for steps that drain, and this "
+    "pipeline never does"
+)
+
 
 def why_not_with(plan: Plan, asked: str | None, num_micro_batches: int) -> str | None:
     """Return why a plan is not for a run, in its versions of the weights; None where it is.

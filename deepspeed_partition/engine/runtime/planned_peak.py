@@ -62,6 +62,11 @@ class PlannedPeak:
                 self._read = None
 
     @property
+    def is_possible(self) -> bool:
+        """Whether peaks can be known here: on a GPU, and on a CPU within ``limit_memory``."""
+        return self._device.type == "cuda" or counter_with_limit() is not None
+
+    @property
     def peak_bytes(self) -> int | None:
         """The peak of memory of the steps so far of the plan that runs, in bytes; None where nobody knows it."""
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else self._most_bytes

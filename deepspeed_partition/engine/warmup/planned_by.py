@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 OPTIONS = (
     "algorithm", "memory", "bandwidth", "latency_seconds", "duplex", "port_bandwidth", "devices_per_port",
     "operation_seconds", "copy_bandwidth", "weight_copies", "plan", "weight_versions",
+    "recompute", "split_backward",
 )  # fmt: skip
 
 
