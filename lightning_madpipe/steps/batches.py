@@ -44,18 +44,19 @@ def batch_size_of(batch: Any) -> int:
     """Samples in ``batch``: the length of dimension 0 of its first tensor that has one.
 
     Raises:
-        ValueError: no tensor with a dimension 0, or no sample in it; a sparse or nested tensor.
+        UncutBatchError: no tensor with a dimension 0; a sparse or nested tensor.
+        ValueError: no sample in it.
     """
     if any(map(_is_sparse_or_nested, tensors_of(batch))):
-        raise ValueError(
+        raise UncutBatchError(
             "the batch holds a sparse or nested tensor, which cannot be cut into micro-batches: let the data "
             "loader return a padded or dense one (to_padded_tensor(), to_dense()), and change it back in a layer"
         )
     size = next((tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim > 0), None)
     if size is None:
-        raise ValueError(
-            f"the batch, a {type(batch).__name__}, holds no tensor whose dimension 0 counts its samples: "
-            "return one from the data loader, so that the batch can be cut into micro-batches"
+        raise UncutBatchError(
+            f"the batch, a {type(batch).__name__}, holds no tensor whose dimension 0 counts its samples, "
+            "in lists, tuples, dicts or dataclasses: return one from the data loader, so that the batch can be cut into micro-batches"
         )
     if size == 0:
         raise ValueError("the batch holds no samples: drop empty batches in the data loader")
