@@ -56,8 +56,8 @@ def batch_size_of(batch: Any) -> int:
     if size is None:
         raise UncutBatchError(
             f"the batch, a {type(batch).__name__}, holds no tensor whose dimension 0 counts its samples, "
-            "in lists, tuples, dicts or dataclasses: return one from the data loader, so that the batch can be cut into "
-            "micro-batches"
+            "in lists, tuples, dicts or dataclasses: return one from the data loader, so that the batch can be "
+            "cut into micro-batches"
         )
     if size == 0:
         raise ValueError("the batch holds no samples: drop empty batches in the data loader")
