@@ -188,6 +188,7 @@ NAMED: dict[str, Sequence[str]] = {
             for case in ("stashing, adam", "2bw, momentum", "vertical-sync, momentum")
         ),
         "test_a_pipeline_that_never_drains_in_other_forms[zero 1]",
+        "test_four_ranks_that_never_drain",
         "test_several_stages_on_a_rank_train_like_one_process[several_stages_in_all_forms]",
         "test_runs_that_move_are_those_that_never_do[momentum]",
         "test_runs_that_move_are_those_that_never_do[Signs]",

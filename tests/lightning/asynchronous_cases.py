@@ -425,6 +425,23 @@ def in_other_forms(host: cases.Host) -> dict[str, Any]:
     return run_chosen({"zero 1": zero, "windows": windows, "bf16": bf16})
 
 
+def four_ranks_in_flight(host: cases.Host) -> dict[str, Any]:
+    """Four stages, and two pipelines of two, which read the same data."""
+    data = batches(4)
+    for num_stages in (4, 2):
+        devices, cuts = next(iter(MAPS[num_stages].items()))
+        for mode, clip in (("stashing", 0.0), ("2bw", 0.05)):
+            plan = plan_for(devices, cuts, mode)
+            expected, model = started(plan, "momentum", clip=clip)
+            watch, strategy = Losses(), {"plan": saved(host, plan), "loss": "mean", "num_stages": num_stages}
+            trainer = host.trainer(watch, strategy=strategy, max_epochs=1, gradient_clip_val=clip or None)
+            trainer.fit(model, loader(data))
+            expected.version = versions_of(trainer)
+            same(watch.losses, alone(expected, data, watch.rests))
+            same_weights(model, expected)
+    return {}
+
+
 ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     2: [
         never_drains,
@@ -434,6 +451,6 @@ ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         failures_in_flight,
         in_other_forms,
     ],
-    4: [],
+    4: [four_ranks_in_flight],
 }
 SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {2: [], 4: []}

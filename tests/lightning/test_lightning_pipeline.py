@@ -388,6 +388,10 @@ def test_a_pipeline_that_never_drains_comes_to_rest(two: Records, case: str) -> 
     assert two.of(case) == {}  # the case compares
 
 
+def test_four_ranks_that_never_drain(four: Records) -> None:
+    assert four.of("four_ranks_in_flight") == {}  # the case compares
+
+
 def test_losses_of_a_pipeline_that_never_drains(two: Records) -> None:
     assert "weight_versions '2bw' never does: loss='mean'" in two.of("losses_in_flight")["refusal"]
 

@@ -26,9 +26,9 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import nn
 
-from deepspeed_partition.engine.pipeline.batch_attempt import Batch, Failure, raise_everywhere
+from deepspeed_partition.engine.pipeline.batch_attempt import raise_everywhere
 from deepspeed_partition.engine.pipeline.batch_state import source_of
-from deepspeed_partition.engine.pipeline.before_step import Buffers
+from deepspeed_partition.engine.pipeline.endless_batches import BuffersOfStages, EndlessAttempt
 from deepspeed_partition.engine.pipeline.held_weights import (
     FlatGradients,
     Gradients,
@@ -158,7 +158,7 @@ class EndlessTraining:
         engine._transfers.start_endless(EndlessBases(program), shapes_may_differ=bool(engine.dynamic_shape))
         engine._reserve_pipe_buffers(program.num_slots[engine.stage_id])
         engine.batch_state.in_halves = frozenset()
-        self._attempt = _Attempt(engine, engine.batch_state, self._per_batch, engine._runner())
+        self._attempt = EndlessAttempt(engine, engine.batch_state, self._per_batch, engine._runner())
         engine._batch = self._attempt
         engine._is_plain = engine._passes.begin()
         self._run = EndlessRun(program, engine.stage_id, self._is_over)
@@ -195,7 +195,7 @@ class EndlessTraining:
         """Losses of batches that were not told, on the last stage."""
         self._has_told_loss = -1
         self._num_forwards = dict(module._num_forwards)
-        self._buffers = _BuffersOfStages(module, own, program.batches_ahead)
+        self._buffers = BuffersOfStages(module, own, program.batches_ahead)
 
     def _train(self) -> bool:
         """Run a segment; return whether there was data for it: else the pipeline is at rest."""
@@ -516,57 +516,6 @@ ANOTHER_ITERATOR = (
     "train_batch was given another iterator while forwards run ahead on what was read from the one before: call "
     "engine.come_to_rest() on every rank first, which gives these micro-batches back"
 )
-
-
-class _Attempt(Batch):
-    """A run in which some rank may fail, and none then computes any more."""
-
-    @property
-    def has_failed(self) -> bool:
-        return not self._computes
-
-    @property
-    def failure(self) -> Failure | None:
-        return self._failure
-
-    def told_failure(self) -> Failure | None:
-        """What this rank has met, for the others."""
-        return self._failure and self._portable(self._failure)
-
-    def go_without(self) -> None:
-        """Compute no more."""
-        self._compute_no_more()
-
-    def forget(self, stage: int, number: int) -> None:
-        """Forget a micro-batch that has had its backward on a stage."""
-        self._input_shapes.pop((stage, number), None)
-
-
-class _BuffersOfStages:
-    """Buffers of each stage as they were before its forwards on a batch that may be given up."""
-
-    def __init__(self, module: Any, stages: list[int], num_ahead: int) -> None:
-        self._restore: dict[int, dict[int, Callable[[], None]]] = {stage: {} for stage in stages}
-        self._num_kept = num_ahead + 1 if num_ahead else 0
-        self._buffers: dict[int, list[Buffers]] = {}
-        for stage in stages:
-            layers = nn.ModuleList([each for each in module._functions[stage] if isinstance(each, nn.Module)])
-            has_any = any(True for _ in layers.buffers())
-            self._buffers[stage] = [Buffers(layers) for _ in range(self._num_kept + 1 if has_any else 0)]
-
-    def begin(self, stage: int, batch: int) -> None:
-        """Note the buffers of a stage before its first forward on a batch."""
-        copies = self._buffers[stage]
-        if copies and self._num_kept:
-            kept = self._restore[stage]
-            kept.pop(batch - len(copies), None)
-            kept[batch] = copies[batch % len(copies)].before_step(all_of_them=False)
-
-    def put_back(self, batch: int) -> None:
-        """Let the forwards of a batch, and of those behind it, not have been."""
-        for kept in self._restore.values():
-            if batch in kept:
-                kept[batch]()
 
 
 def _trainable(module: Any, stage: int) -> list[nn.Parameter]:
