@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 from typing import Any
+
+from deepspeed_partition.engine.runtime.environment import clear_line
 
 NOTE = "madpipe: "
 """The beginning of each warning of this package's Lightning part."""
@@ -18,12 +21,18 @@ def show_notes_as_lines() -> None:
 
     def format_warning(message: Any, *arguments: Any, **options: Any) -> str:
         text = str(message)
-        return (
-            f"[madpipe] {text[len(NOTE) :]}\n" if text.startswith(NOTE) else shown(message, *arguments, **options)
-        )
+        if text.startswith(NOTE):
+            return f"{_clear_bar()}[madpipe] {text[len(NOTE) :]}\n"
+        return shown(message, *arguments, **options)
 
     format_warning.shows_notes = True  # type: ignore[attr-defined]
     warnings.formatwarning = format_warning
+
+
+def _clear_bar() -> str:
+    """Return what clears the line of a bar of tqdm, behind which a warning would begin otherwise."""
+    bars = getattr(getattr(sys.modules.get("tqdm"), "tqdm", None), "_instances", None)
+    return clear_line() if bars else ""
 
 
 class Lightning:

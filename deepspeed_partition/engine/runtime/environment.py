@@ -52,18 +52,25 @@ def without_lines_of_hosts() -> Iterator[None]:
         yield
 
 
+def clear_line() -> str:
+    """Return what moves a terminal to the beginning of its line and clears it; nothing where there is none."""
+    return "\r\x1b[K" if sys.stderr.isatty() else ""
+
+
 class BesideProgressBars(logging.Handler):
     """Writes to standard error as it is when a line comes, above progress bars that are shown in the terminal.
 
     rich puts something of its own in the place of standard error while it shows a bar, and tqdm can put its bars
-    aside; otherwise a line would begin behind a bar.
+    aside; otherwise a line would begin behind a bar. The bar of rank 0 is not of this process on other ranks: they
+    clear the line of the terminal that they find.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = self.format(record)
             with self._bars_aside():
-                print(text, file=sys.stderr, flush=True)
+                is_other = torch.distributed.is_initialized() and torch.distributed.get_rank() != 0
+                print((clear_line() if is_other else "") + text, file=sys.stderr, flush=True)
         except Exception:  # as logging's own handlers: a line that cannot be written ends no training
             self.handleError(record)
 

@@ -19,6 +19,8 @@ from deepspeed_partition.engine.runtime.environment import log_here
 from deepspeed_partition.options import PATIENCE_SECONDS
 
 TICK_SECONDS = 0.5
+SLOW_BEGINNING = 2
+"""How many times as long a rank waits without a line where all ranks of the job have a process on this machine."""
 
 _begun = False
 _started_by: int | None = None
@@ -68,7 +70,8 @@ def _look_on(rank: int, size: int, port: str) -> None:
             log_here(f"rank {rank} ends: it waits for {named} to join the job, which had begun and has ended")
             watch.leave_at_once()
         missing = [other for other in range(size) if other not in there and other != rank]
-        if waited >= PATIENCE_SECONDS and not said:
+        # Where all are here they begin slowly, as on a busy machine: that is worth a line later.
+        if waited >= PATIENCE_SECONDS * (1 if missing else SLOW_BEGINNING) and not said:
             said = True
             where = f"{_ranks(missing)} not seen on this machine" if missing else "all have a process here"
             log_here(f"rank {rank} has waited {waited:.0f} s to join the {size} ranks at port {port}: {where}")
