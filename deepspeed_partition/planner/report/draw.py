@@ -371,6 +371,11 @@ def comparison_text(comparison: Comparison, width: int = WIDTH, *, colour: bool 
         below = dict(_cuts(comparison, short=True)) | refused
     rest = "\n" + _below(below.items(), width) if below else ""
     notes = ["sent: in all, and as part of what plain data parallelism would send"]
+    of_step = comparison.step_lower_bound_seconds
+    steps = {each.algorithm: each.plan.step for each in comparison.fitting if each.plan is not None}
+    contiguous = steps.get("contiguous")
+    if of_step is not None and contiguous is not None and contiguous.lower_bound_seconds != of_step:
+        notes.append("step gap: above the lower bound; that of contiguous is above one of partitions alone")
     if several:
         notes.append("memory: of the device that needs most; --json has all")
     notes.append(f"* {REPLICATED}: no plan; layers x replicas, and PipeDream's own count of their period")
