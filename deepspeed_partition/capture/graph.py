@@ -119,9 +119,8 @@ class _Opening:
         self._find_why_open()
         root = self.recording.root
         if root.drawn is not None:
-            raise DrawsApartError(
-                f"forward() of {type(self.recording.modules['']).__name__} {APART.format(root.drawn)}"
-            )
+            # Its forward(), or a step of it whose calls are followed.
+            raise DrawsApartError(f"{type(self.recording.modules['']).__name__} {APART.format(root.drawn)}")
         if root.why_whole:
             raise CaptureError(root.why_whole)
         if root.why_open:
