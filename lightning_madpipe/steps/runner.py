@@ -14,6 +14,7 @@ from deepspeed_partition.capture import ShapeError
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule
 from deepspeed_partition.engine.runtime.collectives import raise_first, raised_together
 from deepspeed_partition.engine.runtime.first_failure import in_words, is_raised_by_all
+from deepspeed_partition.planner.weight_versions import FLUSH
 from deepspeed_partition.profiling.attributes import attributes_kept
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.unsupported import needs_two_samples
@@ -235,6 +236,13 @@ class BatchRunner:
         states = self.steps.call_states
         if states is None or step not in states.steps:
             return nullcontext()
+        plan, mode = self._engine.plan, self._engine.weight_versions
+        if step == "training_step" and mode != FLUSH and plan and any(stage.blocks for stage in plan.stages):
+            raise self._refusal(
+                "training_step calls its layers in a state of its own, and the plan recomputes some of them, "
+                f"which with weight_versions {mode!r} comes during a later batch, in the state of that: use "
+                "recompute='never', or leave weight_versions out"
+            )
         return self._pipeline.run_within(lambda number, run: self.steps.run_layers(labels[number], run))
 
     def evaluate(self, step: str, batch: Any, arguments: tuple[Any, ...]) -> Any:
