@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import nn
 
+from deepspeed_partition.code_names import CodeSearch, function_of, is_installed
 from deepspeed_partition.generators import GENERATORS, generator_state, members_of, set_generator_state
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 _OF_DEEPSPEED = ("ds_", "_ds_")
 _DEPTH = 2
+_MOST_BYTES = 2**28
+"""Bytes of the largest tensor or array that is copied to be put back: a larger one is data and no state."""
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
@@ -49,6 +54,86 @@ def attributes_kept(modules: Iterable[nn.Module], *, buffers: bool = False) -> I
             table.update(_restored(remembered))
 
 
+@contextmanager
+def state_kept(functions: Iterable[Any]) -> Iterator[None]:
+    """Put back afterwards what functions and other objects that are called hold.
+
+    That is, as :func:`attributes_kept` does it: attributes and buffers of a module, the attributes of an object
+    and of what a method belongs to, the arguments of a partial, and the variables around the program's own code:
+    of functions around it, of its file, of its class.
+    """
+    held = _Held()
+    for function in functions:
+        held.add(function)
+    variables = [
+        (table, _remembered_each({key: table[key] for key in keys or list(table) if key in table}), keys)
+        for table, keys in held.tables()
+    ]
+    with attributes_kept(held.modules, buffers=True):
+        try:
+            yield
+        finally:
+            for table, remembered, keys in variables:
+                for key in [key for key in keys or list(table) if key in table and key not in remembered]:
+                    del table[key]
+                for key, value in _restored(remembered).items():
+                    if table.get(key) is not value:
+                        table[key] = value
+
+
+class _Held:
+    """What functions hold: modules, and variables by the tables that they stand in."""
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+        self._objects: list[dict[str, Any]] = []
+        self._seen: set[int] = set()
+        self._search = CodeSearch(lambda module: not is_installed(module))
+
+    def add(self, value: Any) -> None:
+        """Find what ``value`` holds, if it can be called."""
+        if id(value) in self._seen or isinstance(value, type) or not callable(value):
+            return
+        self._seen.add(id(value))
+        if isinstance(value, nn.Module):
+            self.modules.append(value)
+            self._read(type(value).forward, type(value))
+        elif isinstance(value, functools.partial):
+            for part in (value.func, *value.args, *value.keywords.values()):
+                self.add(part)
+            self._objects.append({"args": value.args, **value.keywords})
+        elif isinstance(value, MethodType):
+            self._add_object(value.__self__)
+            self._read(value.__func__, type(value.__self__))
+        elif function_of(value) is not None:
+            self._read(value, None)
+        else:
+            self._add_object(value)
+            self._read(type(value).__call__, type(value))
+
+    def _add_object(self, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            self.modules.append(value)
+        elif isinstance(table := getattr(value, "__dict__", None), dict):
+            self._objects.append(table)
+            for member in list(table.values()):
+                self.add(member)
+
+    def _read(self, code: Any, kind: type | None) -> None:
+        before = set(self._search.found)
+        self._search.read(code, kind)
+        for place, name in list(self._search.found.items()):
+            if place not in before:
+                self.add(name.value)
+
+    def tables(self) -> Iterator[tuple[MutableMapping[str, Any], list[str]]]:
+        """Yield each table with the variables in it that are held; no names: all of them."""
+        for table in self._objects:
+            yield table, []
+        for name in self._search.found.values():
+            yield name.table, [name.key]
+
+
 Remembered: TypeAlias = Callable[[], Any]
 """Function that makes a value what it was, and returns it."""
 
@@ -75,15 +160,25 @@ def _restorer(value: Any, depth: int) -> Callable[[], object]:
     if isinstance(value, GENERATORS):
         state = generator_state(value)
         return lambda: set_generator_state(value, state)
+    if isinstance(value, torch.Tensor | np.ndarray) and value.nbytes > _MOST_BYTES:
+        return lambda: None
     if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and not value.is_inference():
         copy, version = value.detach().clone(), value._version
-        return lambda: None if value._version == version else _copy_back(value, copy)
+
+        def is_same() -> bool:  # batch normalization changes its buffers, and torch does not count that
+            is_read = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
+            return value._version == version and (not is_read or torch.equal(value, copy))
+
+        return lambda: None if is_same() else _copy_back(value, copy)
     if isinstance(value, np.ndarray):
         array = value.copy()
         return lambda: np.copyto(value, array)
     if isinstance(value, list):
         items = [_remembered(item, depth) for item in value]
         return lambda: value.__setitem__(slice(None), [item() for item in items])
+    if isinstance(value, tuple):
+        parts = [_restorer(item, depth) for item in value]
+        return lambda: [restore() for restore in parts]
     if isinstance(value, dict):
         members = _remembered_each(value, depth)
         return lambda: _refill(value, _restored(members))

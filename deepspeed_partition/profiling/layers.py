@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 from tqdm import tqdm
 
 from deepspeed_partition.planner.problem import Chain, LayerProfile
-from deepspeed_partition.profiling.attributes import attributes_kept
+from deepspeed_partition.profiling.attributes import state_kept
 from deepspeed_partition.profiling.boundaries import (
     Boundary,
     bytes_of,
@@ -29,7 +28,7 @@ from deepspeed_partition.profiling.measure import MeasuredLayer, measure_layers,
 from deepspeed_partition.profiling.readings import suspicious
 from deepspeed_partition.profiling.run import Conditions
 from deepspeed_partition.profiling.sharing import measure_shared, share_of
-from deepspeed_partition.profiling.sources import layer_sources
+from deepspeed_partition.profiling.sources import LayerSource, layer_sources
 from deepspeed_partition.profiling.stash import layer_profiles
 
 logger = logging.getLogger(__name__)
@@ -97,7 +96,7 @@ def profile_chain(
     sources = layer_sources(layers)
     inputs, labels = _split(sample, loss_fn)
     rank, num_ranks = _place_in(group)
-    with training_conditions(conditions.device), _loss_kept(loss_fn):
+    with training_conditions(conditions.device), state_kept(_called(sources, loss_fn)):
         boundary = with_grad(to_device(inputs, conditions.device), False)
         finish = _finish(loss_fn, labels, conditions)
         start, stop = share_of(len(sources), rank, num_ranks)
@@ -222,7 +221,7 @@ def measure_stage(
     )
     sources = layer_sources(layers, names=names, first_index=first_index)
     inputs, _ = _split(inputs, None)
-    with training_conditions(conditions.device), _loss_kept(loss_fn):
+    with training_conditions(conditions.device), state_kept(_called(sources, loss_fn)):
         boundary = with_grad(to_device(inputs, conditions.device), not first_stage)
         finish = _finish(loss_fn, labels, conditions)
         return measure_layers(sources, boundary, conditions, finish, on_layer=on_layer)
@@ -247,7 +246,7 @@ def forward_stage(
     conditions = Conditions.on(device, autocast_dtype=autocast_dtype)
     sources = layer_sources(layers, first_index=first_index)
     inputs, _ = _split(inputs, None)
-    with training_conditions(conditions.device):
+    with training_conditions(conditions.device), state_kept(_called(sources, None)):
         boundary = with_grad(to_device(inputs, conditions.device), not first_stage)
         return run_layers(sources, boundary, conditions)
 
@@ -270,9 +269,10 @@ def _split(sample: Any, loss_fn: LossFunction | None) -> tuple[Boundary, Any]:
     return inputs, labels
 
 
-def _loss_kept(loss_fn: LossFunction | None) -> AbstractContextManager[None]:
-    """Restore the buffers and attributes of a loss that is a module: measuring calls it several times."""
-    return attributes_kept([loss_fn], buffers=True) if isinstance(loss_fn, nn.Module) else nullcontext()
+def _called(sources: Iterable[LayerSource], loss_fn: LossFunction | None) -> list[Any]:
+    """Return the loss, and the layers that are functions: measuring calls them several times."""
+    layers = [getattr(each.source, "forward_fn", None) or each.source for each in sources]
+    return [*(layer for layer in layers if not isinstance(layer, nn.Module)), loss_fn]
 
 
 def _finish(loss_fn: LossFunction | None, labels: Any, conditions: Conditions) -> Callable[[Any], Any] | None:

@@ -446,3 +446,76 @@ def test_a_table_that_cannot_be_written_to_is_left_as_it_is():
         layer.config["places"].append(3)
         layer.seen["forward"] = 1
     assert layer.config == {"width": 8, "places": [1, 2]} and layer.seen == {}
+
+
+NUM_CALLS, SEEN = 0, []
+RNG = random.Random(3)
+
+
+def counting_loss(outputs, labels):
+    global NUM_CALLS
+    NUM_CALLS += 1
+    SEEN.append(float(outputs.mean()))
+    return outputs.mean() * RNG.random()
+
+
+class LossObject:
+    """A loss that is no module: a number, a generator, a tensor, a list in a tuple, and a meter of its own."""
+
+    def __init__(self):
+        self.calls, self.generator, self.total = 0, torch.Generator().manual_seed(1), torch.zeros(1)
+        self.logs, self.criterion = ([],), nn.BatchNorm1d(3)
+
+    def __call__(self, outputs, labels):
+        self.calls += 1
+        self.last = outputs.detach()
+        self.total += 1
+        self.logs[0].append(self.calls)
+        return self.criterion(outputs).mean() + outputs.mean() * torch.rand(1, generator=self.generator)[0]
+
+    def told(self):
+        tensors = self.total, self.generator.get_state(), self.criterion.running_mean
+        return [self.calls, hasattr(self, "last"), str(self.logs), *(tensor.tolist() for tensor in tensors)]
+
+
+def averaging_loss():
+    average, number = [1.0], 0
+
+    def loss(outputs, labels):
+        nonlocal number
+        number += 1
+        average.append(float(outputs.mean()))
+        return outputs.mean()
+
+    return loss, lambda: (list(average), number)
+
+
+def test_losses_and_functions_that_keep_something_are_put_back():
+    """A warm-up of the loss that counts its calls began in the middle: measuring calls it, too."""
+    held, (closure, of_closure), shared = LossObject(), averaging_loss(), []
+
+    def counting_layer(inputs):
+        shared.append(1)
+        return inputs * len(shared)
+
+    def appending(log, outputs, labels):
+        log.append(1)
+        return outputs.mean()
+
+    log = []
+    losses = [
+        (counting_loss, lambda: (NUM_CALLS, list(SEEN), RNG.getstate())),
+        (held, held.told),
+        (held.__call__, held.told),
+        (closure, of_closure),
+        (functools.partial(appending, log), lambda: list(log)),
+    ]
+    for loss, state in losses:
+        before = state()
+        layers = [nn.Linear(3, 3), counting_layer]
+        chain = profile_chain(
+            layers, (torch.ones(2, 3), torch.ones(2)), loss_fn=loss, warm_up=1, repeats=2, progress=False
+        )
+        assert state() == before and shared == [] and chain.num_layers == 2
+        loss(torch.ones(2, 3), None)
+        assert state() != before, "it keeps something"
