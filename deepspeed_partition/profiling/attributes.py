@@ -172,7 +172,7 @@ def _restorer(value: Any, depth: int) -> Callable[[], object]:
         return lambda: None if is_same() else _copy_back(value, copy)
     if isinstance(value, np.ndarray):
         array = value.copy()
-        return lambda: np.copyto(value, array)
+        return lambda: np.copyto(value, array) if value.flags.writeable else None
     if isinstance(value, list):
         items = [_remembered(item, depth) for item in value]
         return lambda: value.__setitem__(slice(None), [item() for item in items])

@@ -46,7 +46,9 @@ class Model(nn.Module):
         super().__init__()
         self.net = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        self._trainer = self.trainer = SimpleNamespace(optimizers=[optimizer], loggers=["its own"])
+        self._trainer = self.trainer = SimpleNamespace(
+            optimizers=[optimizer], loggers=["its own"], should_stop=False
+        )
 
     def forward(self, x: Any) -> Any:
         return self.net(x)
