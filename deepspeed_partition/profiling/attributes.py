@@ -66,7 +66,7 @@ def state_kept(functions: Iterable[Any]) -> Iterator[None]:
     for function in functions:
         held.add(function)
     variables = [
-        (table, _remembered_each({key: table[key] for key in keys or list(table) if key in table}), keys)
+        (table, _remembered_each({key: table[key] for key in keys or table if key in table}), keys)
         for table, keys in held.tables()
     ]
     with attributes_kept(held.modules, buffers=True):
