@@ -59,6 +59,12 @@ NAMED: dict[str, Sequence[str]] = {
                 "in_a_step_of_the_warm_up", "while_states_move", "after_a_checkpoint_of_the_plan",
                 "stashing_then_stashing", "vertical-sync_then_vertical-sync", "2bw_then_flush",
                 "flush_then_stashing",
+                *(
+                    f"{mode}_then_{mode}_in_{form}"
+                    for mode in ("stashing", "2bw", "vertical-sync")
+                    for form in ("zero", "bf16", "zero_and_bf16")
+                    if (mode, form) != ("2bw", "zero_and_bf16")
+                ),
             )
         ),
     ],
@@ -133,7 +139,10 @@ NAMED: dict[str, Sequence[str]] = {
     ],
     "lightning/test_lightning_killed.py": [
         f"test_the_next_fit_goes_on_from_the_last_complete_checkpoint[{death}]"
-        for death in ("in_a_step_of_the_warm_up", "after_the_move", "before_the_last_one_has_its_name")
+        for death in (
+            "in_a_step_of_the_warm_up", "after_the_move", "before_the_last_one_has_its_name",
+            "in_flight_with_stashing_and_zero", "in_flight_with_vertical_sync",
+        )
     ],
     "lightning/test_lightning_losses.py": [
         *(
@@ -186,6 +195,14 @@ NAMED: dict[str, Sequence[str]] = {
         *(
             f"test_a_pipeline_that_never_drains_trains_as_delayed_updates_in_one_process[{case}]"
             for case in ("stashing, adam", "2bw, momentum", "vertical-sync, momentum")
+        ),
+        *(
+            f"test_a_pipeline_that_never_drains_goes_on_from_a_checkpoint[{pair}]"
+            for pair in (
+                "stashing to stashing", "stashing to vertical-sync", "stashing to flush", "2bw to stashing",
+                "2bw to vertical-sync", "2bw to flush", "vertical-sync to stashing", "vertical-sync to 2bw",
+                "vertical-sync to vertical-sync", "vertical-sync to flush",
+            )
         ),
         "test_a_pipeline_that_never_drains_in_other_forms[zero 1]",
         "test_four_ranks_that_never_drain",

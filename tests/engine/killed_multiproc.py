@@ -52,6 +52,17 @@ class Death(NamedTuple):
     modes: tuple[str, str] | None = None
     """What ``weight_versions`` is in the plan of the run that dies, and of the one that goes on, where nothing
     moves; both are given. None: the pipeline drains."""
+    form: str | None = None
+    """In what form the weights are there, one of ``FORMS``; None: fp32."""
+
+
+ZERO = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+FORMS: dict[str | None, dict[str, Any]] = {
+    None: {},
+    "zero": ZERO,
+    "bf16": {"bf16": {"enabled": True}},
+    "zero and bf16": {"bf16": {"enabled": True}, **ZERO},
+}
 
 
 DEATHS = {
@@ -82,6 +93,13 @@ DEATHS = {
             ("2bw", "flush"), ("flush", "stashing"),
         )
     },
+    **{
+        f"{mode}_then_{other}_in_{form.replace(' ', '_')}": Death(
+            1, None, 2, num_processes=2, modes=(mode, other), form=form
+        )
+        for form in ("zero", "bf16", "zero and bf16")
+        for mode, other in (("stashing", "stashing"), ("2bw", "2bw"), ("vertical-sync", "vertical-sync"))
+    },
 }  # fmt: skip
 
 
@@ -93,7 +111,7 @@ def script(folder: Path, out: Path, death: Death, kills: bool, rank: int) -> Non
         without_a_drain(folder, out, death, kills, rank)
         return
     num_stages = int(os.environ["WORLD_SIZE"])
-    config: dict[str, Any] = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+    config: dict[str, Any] = ZERO
     cut: Any = CUT if num_stages == 2 else [0, 8]
     if death.warms_up:
         cut, config = "madpipe", {**config, **planned(PLANNED[num_stages], warmup_steps=MOVES_AT)}
@@ -124,10 +142,11 @@ def without_a_drain(folder: Path, out: Path, death: Death, kills: bool, rank: in
     """Updates come in the call of a later batch, and checkpoints bring the pipeline to rest."""
     assert death.modes is not None
     plans = [plan_for((0, 1), CUT, mode) for mode in death.modes]
-    engine = begin(plans[0 if kills else 1], OPTIMIZERS["AdamW"], lr_scheduler=warm_up)
+    engine = begin(plans[0 if kills else 1], OPTIMIZERS["AdamW"], FORMS[death.form], lr_scheduler=warm_up)
     engine.load_checkpoint(str(folder))
     losses: dict[int, float] = {}
-    data = batches(NUM_STEPS)
+    dtype = torch.bfloat16 if "bf16" in FORMS[death.form] else torch.float32
+    data = batches(NUM_STEPS, dtype=dtype)
     items = mine(engine, data[engine.global_steps :])
     while engine.global_steps < NUM_STEPS:
         step = engine.global_steps
@@ -138,7 +157,9 @@ def without_a_drain(folder: Path, out: Path, death: Death, kills: bool, rank: in
             assert engine._endless is None or engine._endless.is_under_way or step + 1 == NUM_STEPS
             engine.save_checkpoint(str(folder))
     if rank == 0:
-        alone = Delayed(OPTIMIZERS["AdamW"], flush(NUM_MICRO_BATCHES), plans[0], make_scheduler=warm_up)
+        alone = Delayed(
+            OPTIMIZERS["AdamW"], flush(NUM_MICRO_BATCHES), plans[0], make_scheduler=warm_up, dtype=dtype
+        )
         expected = []
         for step, batch in enumerate(data):
             if step % SAVED_EVERY == 0:

@@ -21,9 +21,9 @@ from deepspeed_partition import Plan
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from tests.choice import run_chosen
 from tests.engine.asynchronous_cases import MAPS, MODES, OPTIMIZERS, Delayed, plan_for
+from tests.engine.delayed_updates import flush
 from tests.engine.pipelines import Whole, loss_fn, mlp
 from tests.engine.running import batches, same
-from tests.exhaustive import is_exhaustive
 from tests.lightning import lightning_cases as cases
 from tests.lightning.after_fit_cases import Said
 
@@ -106,12 +106,13 @@ def saved(host: cases.Host, plan: Plan) -> str:
 
 
 def started(
-    plan: Plan, optimizer: str, *, decays: bool = False, clip: float = 0.0, kind: type[Model] = Model
-) -> tuple[Delayed, Model]:
+    plan: Plan, optimizer: str, *, decays: bool = False, clip: float = 0.0, kind: type[Model] = Model,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Delayed, Model]:  # fmt: skip
     torch.manual_seed(3)
     expected = Delayed(
         OPTIMIZERS[optimizer], lambda stage, number: 0, plan, clip=clip,
-        make_scheduler=decaying if decays else None,
+        make_scheduler=decaying if decays else None, dtype=dtype,
     )  # fmt: skip
     model = kind(Whole(mlp()), optimizer, decays=decays)
     weights = {f"net.{name}": each for name, each in expected.weights.items()}
@@ -122,6 +123,8 @@ def started(
 def versions_of(trainer: pl.Trainer) -> Callable[[int, int], int]:
     """The versions of the weights that stages use, by the lists that the engine has run."""
     engine = trainer.strategy.deepspeed_engine
+    if engine.weight_versions == "flush":
+        return flush(engine.micro_batches)
     return functools.partial(engine._endless.program.version, engine.weight_versions)
 
 
@@ -202,27 +205,32 @@ def short(
     return expected, model, watch, trainer
 
 
-def rests_for_checkpoints(host: cases.Host) -> dict[str, Any]:
-    """Written while batches are in flight, and at the end of an epoch; gone on from in another mode."""
-    data = batches(5)
-    pairs = list(zip(MODES, MODES[1:] + MODES[:1], strict=True))
-    for mode, other in pairs if is_exhaustive() else pairs[:1]:
-        folder = host.folder / f"checkpoints of {mode}"
-        keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
-        end = ModelCheckpoint(folder, filename="end", save_on_train_epoch_end=True)
-        expected, model, watch, _ = short(host, mode, data, keep, end)
-        assert watch.rests == [2, 4, 5]
-        same(watch.losses, alone(expected, data, watch.rests))
-        same_weights(model, expected)
-        again, model, watch, trainer = short(
-            host, other, data, max_epochs=2, ckpt_path=str(folder / "end.ckpt"), strategy={"loss": "mean"}
-        )
-        expected.rest()
-        expected.version = again.version
-        assert trainer.global_step == 10 and watch.rests == [5]
-        same(watch.losses, alone(expected, data, watch.rests))
-        same_weights(model, expected)
+def resumes(host: cases.Host, mode: str, other: str) -> dict[str, Any]:
+    """Checkpoints while batches are in flight and at the end of an epoch, of which a run in a mode goes on."""
+    data, folder = batches(5), host.folder / f"checkpoints of {mode} for {other}"
+    keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    end = ModelCheckpoint(folder, filename="end", save_on_train_epoch_end=True)
+    expected, model, watch, _ = short(host, mode, data, keep, end)
+    assert watch.rests == [2, 4, 5]
+    same(watch.losses, alone(expected, data, watch.rests))
+    same_weights(model, expected)
+    again, model, watch, trainer = short(
+        host, other, data, max_epochs=2, ckpt_path=str(folder / "end.ckpt"), strategy={"loss": "mean"}
+    )
+    expected.rest()  # as an unbroken run does for the checkpoint
+    expected.version = again.version
+    assert trainer.global_step == 10 and watch.rests == ([] if other == "flush" else [5])
+    same(watch.losses, alone(expected, data, watch.rests))
+    same_weights(model, expected)
     return {}
+
+
+def rests_for_checkpoints(host: cases.Host) -> dict[str, Any]:
+    """A run in each mode, and one that goes on in the same mode or another."""
+    pairs = itertools.product(MODES, (*MODES, "flush"))
+    return run_chosen(
+        {f"{mode} to {other}": functools.partial(resumes, host, mode, other) for mode, other in pairs}
+    )
 
 
 class Reads(Callback):
@@ -406,11 +414,8 @@ def in_other_forms(host: cases.Host) -> dict[str, Any]:
         return {}
 
     def bf16() -> dict[str, Any]:
-        plan = plan_of("2bw", 4)
-        torch.manual_seed(3)
-        expected = Delayed(OPTIMIZERS["momentum"], lambda stage, number: 0, plan, dtype=torch.bfloat16)
-        model, watch = Model(Whole(mlp()), "momentum"), Losses()
-        model.load_state_dict({f"net.{name}": each for name, each in expected.weights.items()}, strict=False)
+        plan, watch = plan_of("2bw", 4), Losses()
+        expected, model = started(plan, "momentum", dtype=torch.bfloat16)
         strategy = {"plan": saved(host, plan), "loss": "mean"}
         trainer = host.trainer(watch, strategy=strategy, max_epochs=1, precision="bf16-mixed")
         trainer.fit(model, loader(batches(4)))

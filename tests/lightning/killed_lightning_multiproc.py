@@ -20,6 +20,10 @@ from deepspeed_partition.engine.checkpoint import atomic_folders
 from deepspeed_partition.engine.repartition import layer_moves
 from deepspeed_partition.engine.warmup import run_plan
 from tests.deaths import kill, kill_before, run_deaths
+from tests.engine.asynchronous_cases import plan_for
+from tests.engine.pipelines import mlp
+from tests.engine.running import batches
+from tests.lightning import asynchronous_cases as endless
 from tests.lightning import lightning_cases as cases
 
 NUM_STEPS, STEPS_PER_EPOCH, SAVED_EVERY = 8, 4, 3
@@ -41,6 +45,10 @@ class Death(NamedTuple):
     """It is given ``ckpt_path="last"``, else the path of that folder."""
     is_given_plan: bool = False
     """It is given the plan that the killed run had saved."""
+    mode: str | None = None
+    """What ``weight_versions`` is in the plan that both are given; None: the pipeline drains."""
+    strategy: dict[str, Any] = {}
+    precision: str = "32-true"
 
 
 DEATHS = {
@@ -52,6 +60,10 @@ DEATHS = {
     "before_the_last_one_has_its_name": Death(
         0, 5, (atomic_folders.os, "replace", "*/.last.ckpt.unfinished"), 6, num_processes=1, by_word=False
     ),
+    # While batches are in flight: the step of batch 4 is made during batch 5.
+    "in_flight_with_stashing_and_zero": Death(1, 4, None, 3, mode="stashing", strategy={"stage": 1}),
+    "in_flight_with_2bw_and_bf16": Death(1, 4, None, 3, mode="2bw", precision="bf16-mixed"),
+    "in_flight_with_vertical_sync": Death(1, 4, None, 3, mode="vertical-sync"),
 }
 
 
@@ -65,8 +77,8 @@ class Dying(Callback):
         if self._death.before is not None and trainer.global_step == self._death.step:
             kill_before(*self._death.before)
 
-    def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
-        if self._death.before is None and trainer.global_step == self._death.step:
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        if self._death.before is None and module.global_step == self._death.step:
             kill()
 
 
@@ -87,15 +99,14 @@ def data() -> DataLoader:
 def script(folder: Path, out: Path, death: Death, kills: bool, rank: int) -> None:
     """What a user writes: the same for the run that is killed and for the next one."""
     torch.set_num_threads(1)
+    if death.mode is not None:
+        without_a_drain(folder, out, death, kills, rank)
+        return
     num_processes = int(os.environ["WORLD_SIZE"])
     plan = folder.with_suffix(".plan.json")
     strategy: dict[str, Any] = {"algorithm": CUTS[num_processes], "warmup_epochs": 1, "stage": 1}
     strategy["plan" if death.is_given_plan and not kills else "save_plan"] = str(plan)
-    recorder, planned = cases.Recorder(), Planned()
-    keep = ModelCheckpoint(
-        folder, every_n_train_steps=SAVED_EVERY, save_last=True, save_top_k=-1,
-        save_on_train_epoch_end=False,  # as Lightning 2.5 has the last one, too
-    )  # fmt: skip
+    recorder, planned, keep = cases.Recorder(), Planned(), saving(folder)
     dying = [Dying(death)] if kills and rank == death.rank else []
     host = cases.Host(folder, num_processes, pipelined=True)
     trainer = host.trainer(recorder, planned, keep, *dying, strategy=strategy)
@@ -106,6 +117,48 @@ def script(folder: Path, out: Path, death: Death, kills: bool, rank: int) -> Non
         found = trainer.strategy
         ended = {"rows": recorder.rows, "had_plan": planned.at_start, "has_plan": found.plan is not None}
         out.write_text(json.dumps({**ended, "cut": found.pipeline.parts}))
+
+
+def saving(folder: Path) -> ModelCheckpoint:
+    return ModelCheckpoint(
+        folder, every_n_train_steps=SAVED_EVERY, save_last=True, save_top_k=-1,
+        save_on_train_epoch_end=False,  # as Lightning 2.5 has the last one, too
+    )  # fmt: skip
+
+
+def without_a_drain(folder: Path, out: Path, death: Death, kills: bool, rank: int) -> None:
+    """Steps are made during a later batch, and checkpoints bring the pipeline to rest."""
+    assert death.mode is not None
+    plan = plan_for((0, 1), [0, 3, 8], death.mode)
+    dtype = torch.bfloat16 if death.precision == "bf16-mixed" else torch.float32
+    expected, model = endless.started(plan, "momentum", decays=True, dtype=dtype)
+    host, watch = cases.Host(folder.parent, 2, pipelined=True), endless.Losses()
+    dying = [Dying(death)] if kills and rank == death.rank else []
+    trainer = host.trainer(
+        watch, saving(folder), *dying, precision=death.precision,
+        strategy={"plan": endless.saved(host, plan), "loss": "mean", **death.strategy},
+    )  # fmt: skip
+    if not kills:  # all of it comes from the checkpoint
+        for weight in model.parameters():
+            weight.data.zero_()
+    trainer.fit(model, endless.loader(batches(1) * STEPS_PER_EPOCH), ckpt_path=None if kills else "last")
+    if rank != 0:
+        return
+    steps = range(death.resumes_at, NUM_STEPS)
+    rests = [step for step in range(1, NUM_STEPS + 1) if step % SAVED_EVERY == 0 or step % STEPS_PER_EPOCH == 0]
+    assert watch.rests == [step - death.resumes_at for step in rests if step > death.resumes_at], watch.rests
+    expected.version = endless.versions_of(trainer)
+    alone = endless.alone(expected, batches(1, dtype=dtype) * NUM_STEPS, rests)
+    endless.same_weights(model, expected)
+    out.write_text(
+        json.dumps(
+            {
+                "rows": [(step + 1, loss) for step, loss in zip(steps, watch.losses, strict=True)],
+                "expected": [(step + 1, alone[step]) for step in steps],
+                "mode": trainer.strategy.plan.weight_versions,
+            }
+        )
+    )
 
 
 def unbroken(out: Path, _: int) -> None:

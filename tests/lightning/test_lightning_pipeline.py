@@ -383,9 +383,20 @@ def test_a_pipeline_that_never_drains_in_other_forms(two: Records, form: str) ->
     assert two.of("in_other_forms")[form] == {}  # the case compares
 
 
-@pytest.mark.parametrize("case", ["rests_for_checkpoints", "failures_in_flight"])
-def test_a_pipeline_that_never_drains_comes_to_rest(two: Records, case: str) -> None:
-    assert two.of(case) == {}  # the case compares
+@pytest.mark.parametrize(
+    "pair",
+    [
+        f"{mode} to {other}"
+        for mode in ("stashing", "2bw", "vertical-sync")
+        for other in ("stashing", "2bw", "vertical-sync", "flush")
+    ],
+)
+def test_a_pipeline_that_never_drains_goes_on_from_a_checkpoint(two: Records, pair: str) -> None:
+    assert two.of("rests_for_checkpoints")[pair] == {}  # the case compares
+
+
+def test_errors_end_a_pipeline_that_never_drains(two: Records) -> None:
+    assert two.of("failures_in_flight") == {}  # the case compares
 
 
 def test_four_ranks_that_never_drain(four: Records) -> None:
