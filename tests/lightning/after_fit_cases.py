@@ -493,16 +493,21 @@ def planned_otherwise(host: cases.Host) -> dict[str, Any]:
     """Fits of one module by Trainers that plan by other options, or by the same, which is said on rank 0."""
     module, rows, said_of_each = cases.seeded(lambda: cases.Classifier(optimizer="sgd")), [], []
     later = {"algorithm": [0, 5, 8]}
-    for options in (CUT, later, later, {**later, "memory": "1GB"}):
+    delayed = {"memory": "1GB", "weight_versions": "2bw", "loss": "mean"}  # other losses than in one process
+    for options in (CUT, later, later, {**later, "memory": "1GB"}, {**later, **delayed}):
+        if "loss" in options and not host.pipelined:
+            continue
         # As where a script looks at gradients before: a fit begins with zero_grad().
         module(cases.samples(5).tensors[0]).sum().backward()
         with Said() as said:
             fit = fitted(host, module, max_epochs=1, strategy={**options, "warmup_epochs": 0})
-        rows.append(fit["rows"])
+        if "loss" not in options:
+            rows.append(fit["rows"])
         said_of_each.append([line for line in said.lines if "the run before" in line])
     trainer = fit["trainer"]
     if not isinstance(trainer.strategy, SingleDeviceStrategy) and trainer.is_global_zero:
         expected = [None, "another algorithm than", "stay cut at [0, 5, 8]", "another memory than"]
+        expected.append("another weight_versions than")
         for lines, words in zip(said_of_each, expected, strict=True):
             assert lines == [] if words is None else words in lines[0] and len(lines) == 1, said_of_each
     return {"rows": rows}
