@@ -2,7 +2,8 @@
 
 ``table``: the closed forms of the source beside the simulation. ``published``: models of 7 to 70 billion
 parameters on 8 to 64 devices, every scheme, saved in ``results``. ``report``: what is saved, as a table.
-``levels``: the gain of planning for links and devices as they are.
+``levels``: the gain of planning for links and devices as they are. ``elsewhere``: steps that others measured on
+GPUs, and what is predicted for them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 
 import levels
+import measured_elsewhere
 import published
 
 from deepspeed_partition.planner.schemes.scheme_table import scheme_table
@@ -44,7 +46,11 @@ def main() -> None:
     commands.add_parser("report", help="print what is saved")
     gains = commands.add_parser("levels", help="what links in levels and unlike devices gain")
     gains.add_argument("--time-limit", type=float, default=4, help="seconds of the processor for each plan")
+    commands.add_parser("elsewhere", help="steps that others measured, beside what is predicted")
     arguments = parser.parse_args()
+    if arguments.command == "elsewhere":
+        measured_elsewhere.print_beside_measured()
+        return
     if arguments.command == "levels":
         levels.print_gains(arguments.time_limit)
         return
