@@ -1,9 +1,9 @@
 """Steps predicted beside steps that others measured, on GPUs, with the cuts that they chose.
 
-AMP (D. Li et al., NeurIPS 2022) published the times of the layers of a GPT-2 with 24 blocks on two kinds of GPU, the
-links of two clusters of 16 of them, and the steps of DeepSpeed's engine on them for many numbers of pipelines, cuts
-and micro-batches; ``measured_elsewhere.json`` has those without tensor parallelism. Backwards take twice their
-forwards there, and a micro-batch of b samples b times as long as one, so here, too. Nothing is fitted.
+AMP (D. Li et al., NeurIPS 2022) published the times of the layers of a GPT-2 with 24 blocks on two kinds of GPU,
+the links of two clusters of 16 of them, and the steps of DeepSpeed's engine on them for many numbers of pipelines,
+cuts and micro-batches; ``measured_elsewhere.json`` has those without tensor parallelism. Backwards take twice the
+time of forwards there, and a micro-batch of b samples b times as long as one, so here, too. Nothing is fitted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROOMY = 10**15
 
 
 def chain_of(forward_milliseconds: Sequence[float], micro_batch_size: int) -> Chain:
-    """Return the layers as DeepSpeed cuts them: an embedding, a reshape, blocks, two reshapes, the head, the loss."""
+    """Return the layers as DeepSpeed cuts them, from the embedding to the loss."""
     kinds = ["embedding", "reshape", *["block"] * BLOCKS, "reshape", "norm", "head", "loss"]
     weights = {"embedding": HIDDEN * VOCABULARY, "block": 12 * HIDDEN**2, "head": HIDDEN * VOCABULARY}
     width = {"head": VOCABULARY}
@@ -100,10 +100,8 @@ def print_beside_measured() -> None:
             )
         table = np.array(steps)
         for name, column in (("predicted here", 1), ("AMP's own", 2)):
-            error = np.abs(table[:, column] / table[:, 0] - 1).mean()
-            print(
-                f"\n{name}: off by {error:.1%} in the mean, rank correlation {_rank_correlation(table, column):.3f}"
-            )
+            error, rank = np.abs(table[:, column] / table[:, 0] - 1).mean(), _rank_correlation(table, column)
+            print(f"\n{name}: off by {error:.1%} in the mean, rank correlation {rank:.3f}")
 
 
 def _rank_correlation(table: np.ndarray, column: int) -> float:
