@@ -1,6 +1,7 @@
 """A page in a real, headless Chromium (Qt WebEngine): what its script sees, said by mouse and keyboard.
 
-Run as a program, in a process of its own: ``page_browser.py PAGE PICTURE light|dark``. It prints one line of JSON.
+Run as a module, in a process of its own: ``tests.planner.page_browser PAGE PICTURE light|dark [OTHER ...]``. It
+prints one line of JSON. Of the other pages and pictures the contrast alone is measured.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from tests.planner.contrast import MEASURE
 
 STATE = """(() => {
   const rows = madpipe.runs.planned.map(lane => Array.from(lane.start, (_, i) =>
@@ -41,7 +44,7 @@ TOLD = """JSON.stringify({tip: document.getElementById("tip").style.display === 
   layer: (document.getElementById("layer-told") || {}).textContent})"""
 
 
-def main(page: str, picture: str, theme: str) -> dict[str, Any]:
+def main(page: str, picture: str, theme: str, *others: str) -> dict[str, Any]:
     os.environ["QT_QPA_PLATFORM"] = "offscreen"
     scheme = 0 if theme == "dark" else 1
     flags = f"--no-sandbox --disable-gpu --blink-settings=preferredColorScheme={scheme}"
@@ -70,12 +73,13 @@ def main(page: str, picture: str, theme: str) -> dict[str, Any]:
         while not until() and time.monotonic() < end:
             application.processEvents()
             time.sleep(0.01)
-        assert until(), "the page does not answer"
+        assert until(), f"the page does not answer: {console}"
 
     def ask(code: str) -> dict[str, Any]:
         answers: list[str] = []
         shown.runJavaScript(code, answers.append)
         wait(lambda: answers)
+        assert answers[0] is not None, f"the page's answer is an error: {console}"
         return json.loads(answers[0])
 
     def settle(milliseconds: int = 300) -> None:
@@ -83,8 +87,13 @@ def main(page: str, picture: str, theme: str) -> dict[str, Any]:
 
     loaded: list[bool] = []
     shown.loadFinished.connect(loaded.append)
-    view.load(QUrl.fromLocalFile(os.path.abspath(page)))
-    wait(lambda: loaded)
+
+    def load(path: str) -> None:
+        loaded.clear()
+        view.load(QUrl.fromLocalFile(os.path.abspath(path)))
+        wait(lambda: loaded)
+
+    load(page)
     settle(700)
     found = ask(STATE)
     view.grab().save(picture)
@@ -108,7 +117,11 @@ def main(page: str, picture: str, theme: str) -> dict[str, Any]:
         QTest.keyClick(target, Qt.Key.Key_Right)
         settle(150)
         found["layer"] = ask(TOLD)["layer"]
+    found["contrast"] = {"page": ask(MEASURE)}
     found["console"] = console
+    for other in others:
+        load(other)
+        found["contrast"][Path(other).name] = ask(MEASURE)
     return found
 
 

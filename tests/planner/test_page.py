@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 
 from deepspeed_partition import Chain, LayerProfile, Plan, PlanMismatchError, Platform, cli, make_plan
+from deepspeed_partition.planner.report.comparison import compare
+from deepspeed_partition.planner.report.frontier import frontier
 from deepspeed_partition.planner.report.page import plan_page
+from deepspeed_partition.planner.report.pictures import comparison_svg, frontier_svg, timeline_svg
 from deepspeed_partition.planner.report.planned_run import place_of, planned_run
 from deepspeed_partition.planner.simulate.replay import replay
 from tests.planner.test_micro_batches import two_per_period
@@ -179,9 +182,20 @@ def test_a_browser_shows_every_operation_and_answers_mouse_and_keys(theme, tmp_p
     plan, chain = PLAN, MADE
     measured = timeline_of(plan, as_simulated(plan, chain, 1.2)) if theme == "dark" else None
     page, picture = tmp_path / "plan.html", tmp_path / "plan.png"
-    page.write_text(plan_page(plan, chain, measured))
-    command = [sys.executable, str(Path(__file__).with_name("page_browser.py")), str(page), str(picture), theme]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    compared = compare(chain, plan.platform, ["madpipe", "uniform", "parameters"], time_limit_seconds=1)
+    page.write_text(plan_page(plan, chain, measured, compared))
+    pictures = {
+        "comparison.svg": comparison_svg(compared),
+        "frontier.svg": frontier_svg(frontier(chain, plan.platform, "uniform", time_limit_seconds=1)),
+        "timeline.svg": timeline_svg(plan),
+        "notebook.html": f"<!doctype html><html><body>{plan._repr_html_()}</body></html>",
+    }
+    for name, text in pictures.items():
+        (tmp_path / name).write_text(text)
+    others = [str(tmp_path / name) for name in pictures]
+    command = [sys.executable, "-m", "tests.planner.page_browser", str(page), str(picture), theme, *others]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=root)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["console"] == [] and found["loaded"] == []
@@ -205,3 +219,8 @@ def test_a_browser_shows_every_operation_and_answers_mouse_and_keys(theme, tmp_p
     assert after[1] - after[0] < before[1] - before[0]
     assert found["table"] == min(200, len(expected) * (2 if measured else 1))
     assert found["layer"].startswith("layer 0: ")
+    # The contrast that WCAG AA asks for, of the page and of all that is a picture of its own.
+    assert set(found["contrast"]) == {"page", *pictures}
+    for name, each in found["contrast"].items():
+        assert each["low"] == [], (name, each["low"])
+        assert each["texts"] >= (50 if name == "page" else 5) and each["shapes"] >= 2, (name, each)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -17,6 +18,8 @@ import pytest
 from deepspeed_partition import Chain, LayerProfile, Platform, make_plan
 from deepspeed_partition.planner.report import draw
 from deepspeed_partition.planner.report.comparison import COMPARED
+from deepspeed_partition.planner.report.frontier import Frontier
+from deepspeed_partition.planner.report.pictures import frontier_svg
 from deepspeed_partition.planner.report.planned_run import busy, planned_run
 from tests.planner.test_micro_batches import two_per_period
 from tests.planner.test_timeline import planned
@@ -202,3 +205,26 @@ def test_pictures_have_what_the_tables_have(command, tmp_path, capsys):
         cli.run([command, str(tmp_path / "chain.json"), *options[:4], "--memory", "6GB", "--plot", "a.png"]) == 2
     )
     assert "give a name that ends in .svg" in capsys.readouterr().err
+
+
+def test_one_slow_plan_does_not_hide_the_others_of_a_frontier():
+    """Sixteen devices, 19 plans: the last one was 15 times as slow, and all others lay on one line."""
+    _, plan = two_per_period()
+    given = ((10.2e9, 0.0681, True), (7.83e9, 0.0723, False), (4.6e9, 0.08, False), (3.35e9, 1.087, False))
+    plans = tuple(
+        replace(plan, period_seconds=seconds, peak_memory_bytes=(int(most),), proved=proved)
+        for most, seconds, proved in given
+    )
+    drawn = frontier_svg(Frontier(plans, complete=False))
+    dots = [tuple(map(float, each)) for each in re.findall(r'cx="([\d.]+)" cy="([\d.]+)"', drawn)]
+    assert len(dots) == len(given)
+    assert dots[0][1] - dots[2][1] > 10, "17 % more time is seen"
+    assert dots[3][1] < dots[2][1] - 100 and dots[0][0] - dots[3][0] > 400
+    words = re.findall(r">([^<>]+)</text>", drawn)
+    assert "times are drawn by their logarithm" in words[1]
+    assert {"50 ms", "100 ms", "1 s", "4 GB", "10 GB"} <= set(words), words
+    linear = frontier_svg(Frontier(plans[:3], complete=True))
+    words = re.findall(r">([^<>]+)</text>", linear)
+    assert "logarithm" not in linear and {"0 s", "20 ms", "80 ms", "4 GB", "11 GB"} <= set(words), words
+    alone = frontier_svg(Frontier(plans[:1], complete=True))
+    assert alone.count("<circle") == 1

@@ -8,36 +8,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from math import ceil, floor, log, log10
 
 from deepspeed_partition.planner.data_parallel import seconds_of
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.report.comparison import Comparison
+from deepspeed_partition.planner.report.draw import devices_words, frontier_words
 from deepspeed_partition.planner.report.frontier import Frontier
 from deepspeed_partition.planner.report.planned_run import bottleneck_words
-from deepspeed_partition.planner.units import format_bytes, format_seconds, printable
+from deepspeed_partition.planner.units import counted, format_bytes, format_seconds, printable
 
 STYLE = """
 text{font:13px system-ui,sans-serif;fill:#1f2328}.small{font-size:11px;fill:#57606a}
 .title{font-size:15px;font-weight:600}
 .axis{stroke:#8c959f;stroke-width:1}.grid{stroke:#d0d7de;stroke-width:1}
-.bound{stroke:#cf222e;stroke-width:2;stroke-dasharray:5 3}
+.bound{stroke:#cf222e;stroke-width:2;stroke-dasharray:5 3}.halo{stroke:#fff;stroke-width:6}
 .line{stroke:#0969da;stroke-width:2;fill:none}.dot{fill:#0969da}.open{fill:#fff;stroke:#0969da;stroke-width:2}
-.bar{fill:#8c959f}.best{fill:#0969da}.page{fill:#fff}
-.F,.f{fill:#54aeff}.R{fill:#a5d6ff}.B,.I{fill:#f69d50}.W{fill:#d4a72c}.S{fill:#4ac26b}.rest{fill:#eaeef2}.label{font-size:10px;fill:#0b1117}
+.bar{fill:#818a94}.best{fill:#0969da}.page{fill:#fff}
+.F,.f{fill:#1560bd}.R{fill:#388cd6}.B,.I{fill:#d06a1c}.W{fill:#7a6400}.S{fill:#1b7f45}.rest{fill:#eef1f4}
+text.label{font-size:10px;fill:#fff}text.R,text.B,text.I{fill:#0b1117}
 @media(prefers-color-scheme:dark){text{fill:#e6edf3}.small{fill:#9ea7b3}.grid{stroke:#30363d}.line{stroke:#58a6ff}.dot,.best{fill:#58a6ff}
-.open{fill:#0d1117;stroke:#58a6ff}.bound{stroke:#ff7b72}.page{fill:#0d1117}.bar{fill:#6e7681}.rest{fill:#21262d}
-.label{fill:#0b1117}}
+.F,.f{fill:#4a9bff}.R{fill:#9fd0ff}.B,.I{fill:#ef8b3a}.W{fill:#d0a215}.S{fill:#3fb065}.rest{fill:#1c2129}
+.open{fill:#0d1117;stroke:#58a6ff}.bound{stroke:#ff7b72}.halo{stroke:#0d1117}.page{fill:#0d1117}.bar{fill:#6e7681}
+text.label{fill:#0b1117}}
 """
-"""Colours with a contrast of 3:1 to their ground, 4.5:1 for text; kinds differ in lightness, too."""
+"""Colours with a contrast of 3:1 to their ground, 4.5:1 for text, as WCAG 2 asks; kinds differ in lightness."""
 WIDTH = 760
 """Pixels of a picture."""
+WIDE = 5
+"""Quotient of the slowest and the fastest time from which a picture has times by their logarithm."""
 
 
 IN_PAGE = """
 .picture text{font:13px system-ui,sans-serif;fill:var(--text)}.picture .small{font-size:11px;fill:var(--dim)}
 .picture .title{font-size:15px;font-weight:600}.picture .axis{stroke:var(--dim)}.picture .page{fill:none}
 .picture .bound{stroke:var(--limit);stroke-width:2;stroke-dasharray:5 3}.picture .best{fill:var(--F)}
-.picture .bar{fill:var(--fixed)}
+.picture .halo{stroke:var(--ground);stroke-width:6}.picture .bar{fill:var(--fixed)}
 """
 """The colours of a page that has variables for them."""
 
@@ -84,7 +90,7 @@ def comparison_svg(comparison: Comparison, *, in_page: bool = False) -> str:
     scale = (WIDTH - left - right) / longest
     what = "step" if steps else "period"
     title = f"{what.capitalize()} of each algorithm"
-    where = f"{printable(chain.name)}, {platform.num_devices} devices of {format_bytes(platform.memory_bytes)}"
+    where = f"{printable(chain.name)}, {devices_words(platform)}"
     parts = [_text(12, 26, title, css="title"), _text(12, 46, where, css="small")]
     best = min((each.seconds for each in fitting), default=0.0)
     told = []
@@ -93,9 +99,10 @@ def comparison_svg(comparison: Comparison, *, in_page: bool = False) -> str:
         parts.append(_text(left - 8, y + 15, name if len(name) < 21 else f"{name[:19]}…", anchor="end"))
         if contender.plan is None:
             smallest = contender.smallest_memory_bytes
-            says = "refused" if smallest is None else f"does not fit, needs {format_bytes(smallest)}"
+            says = "refused" if smallest is None else f"needs {format_bytes(smallest)}"
             says = "left out: too little time" if contender.is_left_out else says
-            parts.append(_text(left + 6, y + 15, says, css="small"))
+            # Beside the line of the bound, not across it.
+            parts.append(_text(left + (bound or 0.0) * scale + 8, y + 15, says, css="small"))
         else:
             memory = format_bytes(max(contender.plan.peak_memory_bytes))
             says = f"{format_seconds(contender.seconds)}, {memory}"
@@ -108,49 +115,91 @@ def comparison_svg(comparison: Comparison, *, in_page: bool = False) -> str:
     parts.append(_line(left, top - 6, left, bottom, "axis"))
     if bound:
         x = left + bound * scale
+        parts.append(_line(x, top - 6, x, bottom, "halo"))  # else it would not be seen on all bars
         parts.append(_line(x, top - 6, x, bottom, "bound"))
         parts.append(_text(x, bottom + 16, f"lower bound {format_seconds(bound)}", css="small", anchor="middle"))
     return _svg(bottom + 28, title, f"{where}. {'; '.join(told)}", parts, IN_PAGE if in_page else STYLE)
 
 
 def frontier_svg(frontier: Frontier) -> str:
-    """Draw the time over the memory of each device; a filled dot is proved."""
+    """Draw the time over the memory of each device; a filled dot is proved.
+
+    Where the slowest plan takes more than ``WIDE`` times as long as the fastest one, times are drawn by their
+    logarithm: else all but the slowest would lie on one line.
+    """
     first = frontier.plans[0]
     what = "step" if first.step is not None else "period"
     points = [(frontier.memory_bytes(plan), seconds_of(plan), plan) for plan in frontier.plans]
-    most_bytes, most_seconds = max(each[0] for each in points), max(each[1] for each in points) or 1.0
-    left, top, width, height = 84, 62, WIDTH - 84 - 40, 300
+    all_bytes, all_seconds = [each[0] for each in points], [each[1] for each in points]
+    is_wide = 0 < min(all_seconds) * WIDE < max(all_seconds)
+    sizes = _ticks(min(all_bytes), max(all_bytes))
+    times = _powers(min(all_seconds), max(all_seconds)) if is_wide else _ticks(0.0, max(all_seconds))
+    left, top, width, height = 84, 82, WIDTH - 84 - 40, 300
+
+    def right_of(memory: float) -> float:
+        return left + width * (memory - sizes[0]) / (sizes[-1] - sizes[0])
+
+    def below(seconds: float) -> float:
+        part = seconds / times[-1]
+        if is_wide:
+            part = 1 + log(part) / log(times[-1] / times[0])
+        return top + height * (1 - part)
+
     title = f"{what.capitalize()} against memory per device"
-    where = f"{printable(first.chain.name)}, {first.platform.num_devices} devices; filled dots are proved"
-    parts = [_text(12, 26, title, css="title"), _text(12, 46, where, css="small")]
-    for part in range(5):
-        y, x = top + height * (1 - part / 4), left + width * part / 4
-        parts.append(_line(left, y, left + width, y, "grid"))
-        parts.append(_text(left - 8, y + 4, format_seconds(most_seconds * part / 4), css="small", anchor="end"))
+    devices = counted(first.platform.num_devices, "device")
+    where = f"{printable(first.chain.name)}, {devices}; filled dots are proved"
+    where += "; times are drawn by their logarithm" if is_wide else ""
+    words = frontier_words(frontier).strip()
+    parts = [_text(12, 26, title, css="title")]
+    parts += [_text(12, 46, where, css="small"), _text(12, 64, words, css="small")]
+    for seconds in times:
+        parts.append(_line(left, below(seconds), left + width, below(seconds), "grid"))
+        parts.append(_text(left - 8, below(seconds) + 4, format_seconds(seconds), css="small", anchor="end"))
+    for memory in sizes:
+        parts.append(_line(right_of(memory), top + height, right_of(memory), top + height + 5, "axis"))
         parts.append(
-            _text(x, top + height + 18, format_bytes(most_bytes * part / 4), css="small", anchor="middle")
+            _text(right_of(memory), top + height + 18, format_bytes(memory), css="small", anchor="middle")
         )
     parts.append(_text(left + width / 2, top + height + 38, "memory per device", css="small", anchor="middle"))
-
-    def place(memory: float, seconds: float) -> tuple[float, float]:
-        return left + width * memory / most_bytes, top + height * (1 - seconds / most_seconds)
-
-    path, told = "", []
+    path = f"M{left + width} {below(all_seconds[0]):.1f}"
     for memory, seconds, _ in points:  # from right to left: with less memory nothing faster is known
-        x, y = place(memory, seconds)
-        path += f"L{x:.1f} {y:.1f}" if not path else f"V{y:.1f}H{x:.1f}"
-    begin = f"M{left + width:.1f} {place(*points[0][:2])[1]:.1f}"
-    parts.append(f'<path class="line" d="{begin}{path}"/>')
+        path += f"V{below(seconds):.1f}H{right_of(memory):.1f}"
+    parts.append(f'<path class="line" d="{path}"/>')
+    told = []
     for memory, seconds, plan in points:
-        x, y = place(memory, seconds)
         proved = plan.proved if plan.step is None else plan.step.proved
         tip = f"{format_bytes(memory)}: {format_seconds(seconds)}{', proved' if proved else ''}"
         css = "dot" if proved else "open"
         parts.append(
-            f'<circle class="{css}" cx="{x:.1f}" cy="{y:.1f}" r="4.5"><title>{escape(tip)}</title></circle>'
+            f'<circle class="{css}" cx="{right_of(memory):.1f}" cy="{below(seconds):.1f}" r="4.5">'
+            f"<title>{escape(tip)}</title></circle>"
         )
         told.append(tip)
-    return _svg(top + height + 52, title, f"{where}. {'; '.join(told)}", parts)
+    return _svg(top + height + 52, title, f"{where}. {words} {'; '.join(told)}", parts)
+
+
+def _ticks(least: float, most: float) -> list[float]:
+    """Return round numbers at equal distances that have two numbers between the first and the last of them."""
+    if least >= most:
+        least = 0.0
+    apart = _round_up((most - least) / 6 or 1.0)
+    first, last = floor(least / apart), ceil(most / apart * (1 - 1e-9))
+    return [place * apart for place in range(first, max(last, first + 1) + 1)]
+
+
+def _powers(least: float, most: float) -> list[float]:
+    """Return 1, 2, 5, 10, ... times a power of ten around two numbers above 0; in a wide range powers alone."""
+    first, last = floor(log10(least)), ceil(log10(most))
+    digits = (1, 2, 5) if last - first <= 3 else (1,)
+    ticks = [digit * 10.0**power for power in range(first, last + 1) for digit in digits]
+    low, high = max(each for each in ticks if each <= least), min(each for each in ticks if each >= most)
+    return [each for each in ticks if low <= each <= high]
+
+
+def _round_up(number: float) -> float:
+    """Return the least of 1, 2, 5 and 10 times a power of ten that is not below a number."""
+    power = 10.0 ** floor(log10(number))
+    return power * next(digit for digit in (1, 2, 5, 10) if digit * power >= number * (1 - 1e-9))
 
 
 def timeline_svg(plan: Plan) -> str:
@@ -178,9 +227,10 @@ def timeline_svg(plan: Plan) -> str:
         while end > begin:  # what runs over the end of the period goes on at its beginning
             until = min(end, seconds)
             width = (until - begin) * scale
-            parts.append(_rect(left + begin * scale, y, max(width, 0.5), row - 3, operation.operation[0], tip))
+            kind, gap = operation.operation[0], 1 if width > 3 else 0  # between two operations the ground is seen
+            parts.append(_rect(left + begin * scale, y, max(width - gap, 0.5), row - 3, kind, tip))
             if width > 7 * len(name) + 4:
-                parts.append(_text(left + begin * scale + 3, y + 12.5, name, css="label"))
+                parts.append(_text(left + begin * scale + 3, y + 12.5, name, css=f"label {kind}"))
             begin, end = 0.0, end - until if until < end else 0.0
     title = f"One {'period' if plan.micro_batches_per_period == 1 else 'pattern'} of {format_seconds(seconds)}"
     return _svg(top + len(rows) * row + 6, title, bottleneck_words(plan), parts)

@@ -24,8 +24,16 @@ function sums(deltas) { let sum = 0; return Float64Array.from(deltas, each => su
 let hue = {};
 function readColours() {
   const style = getComputedStyle(document.documentElement);
-  for (const name of ["ground", "raised", "text", "dim", "edge", "idle", "ink", "limit", "select", "F", "R", "B", "W", "S",
-    ...TERMS]) hue[name] = style.getPropertyValue("--" + name).trim();
+  for (const name of ["ground", "raised", "text", "dim", "edge", "idle", "ink", "paper", "limit", "select", "focus",
+    "F", "R", "B", "W", "S", ...TERMS]) hue[name] = style.getPropertyValue("--" + name).trim();
+  for (const name of "FRBWS") wordsOn[name] = contrast(hue[name], hue.ink) > contrast(hue[name], hue.paper) ? hue.ink : hue.paper;
+}
+const wordsOn = {};  // the colour of words on each kind of operation: dark or light, whichever is read better
+function contrast(one, other) {  // as WCAG 2 defines it, of two colours #rrggbb
+  const [a, b] = [one, other].map(colour => [1, 3, 5].map(at => parseInt(colour.slice(at, at + 2), 16) / 255)
+    .map(part => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, part, i) => sum + part * [0.2126, 0.7152, 0.0722][i], 0.05));
+  return Math.max(a, b) / Math.min(a, b);
 }
 
 // A run: for each lane, sorted by start, the numbers of names and micro-batches, starts and ends in seconds.
@@ -118,7 +126,7 @@ class View {  // a canvas of lanes below a time axis, in a box that scrolls; onl
     const span = shared.until - shared.from, rough = span / Math.max(2, this.plot() / 120);
     const power = 10 ** Math.floor(Math.log10(rough));
     const step = [1, 2, 5, 10].map(each => each * power).find(each => each >= rough);
-    c.textAlign = "center"; c.strokeStyle = hue.edge; c.fillStyle = hue.dim; c.lineWidth = 1;
+    c.textAlign = "center"; c.strokeStyle = hue.dim; c.fillStyle = hue.dim; c.lineWidth = 1;
     for (let tick = Math.ceil(shared.from / step) * step; tick <= shared.until; tick += step) {
       const x = this.x(tick);
       c.fillText(seconds(Math.abs(tick) < step / 2 ? 0 : Number(tick.toPrecision(10))), Math.min(x, this.width - 28), 11);
@@ -186,6 +194,7 @@ const timeline = {
   },
   paint(c, view, lane) {
     c.fillStyle = hue.idle; c.fillRect(GUTTER, lane.y + 2, view.plot(), lane.height - 4);
+    let it = null;
     for (const run of ["planned", "measured"]) {
       const rows = runs[run] && runs[run][lane.index], band = this.band(lane, run);
       if (!rows || !band) continue;
@@ -196,15 +205,9 @@ const timeline = {
         if (width < 0.7) { if (Math.floor(x) === last) continue; last = Math.floor(x); }
         const name = data.names[rows.name[i]];
         c.fillStyle = hue[HUES[name[0]]]; c.fillRect(x, y, Math.max(width - (width > 3 ? 1 : 0), 0.7), height);
-        const same = chosen && rows.micro[i] === runs[chosen.run][chosen.lane.index].micro[chosen.index];
-        const it = chosen && chosen.lane === lane && chosen.run === run && chosen.index === i;
-        if (same && width > 2 || it) {
-          c.strokeStyle = hue.select; c.lineWidth = it ? 3 : 1.5;
-          c.strokeRect(x + 1, y + 1, Math.max(width - 3, 1), height - 2);
-        }
         const label = name + "." + rows.micro[i];
         if (height > 11 && width > label.length * 6.6 + 4) {
-          c.fillStyle = hue.ink; c.textAlign = "left"; c.fillText(label, x + 4, y + height / 2 + 0.5);
+          c.fillStyle = wordsOn[HUES[name[0]]]; c.textAlign = "left"; c.fillText(label, x + 4, y + height / 2 + 0.5);
         }
       }
     }
@@ -272,6 +275,14 @@ function choose(view, found, follow) {
   view.later();
 }
 
+// A part of a stack that stands on y. Where there is room, a line of the ground is between it and the next: two parts
+// may be as light as each other.
+function stacked(c, colour, x, y, width, height) {
+  const line = height > 3 ? 1 : 0;
+  c.fillStyle = colour; c.fillRect(x, y - height + line, width, height - line);
+  if (line) { c.fillStyle = hue.ground; c.fillRect(x, y - height, width, line); }
+}
+
 // Memory over time
 
 const memory = {
@@ -293,7 +304,7 @@ const memory = {
       let y = bottom;
       for (const [term, value] of own.levels[level].entries()) {
         const height = value * scale;
-        c.fillStyle = hue[TERMS[term]]; c.fillRect(x, y - height, Math.max(end - x, 0.6), height); y -= height;
+        stacked(c, hue[TERMS[term]], x, y, Math.max(end - x, 0.6), height); y -= height;
       }
       i = j - 1;
     }
@@ -340,7 +351,7 @@ function drawLayers() {
       let y = top + tall;
       for (const [field, colour] of parts) {
         const h = layer[field] / most * tall;
-        c.fillStyle = hue[colour]; c.fillRect(GUTTER + i * each, y - h, each - gap, h); y -= h;
+        stacked(c, hue[colour], GUTTER + i * each, y, each - gap, h); y -= h;
       }
     });
     c.strokeStyle = hue.edge; c.strokeRect(GUTTER, top, each * layers.length, tall);
@@ -460,6 +471,6 @@ function begin() {
     document.documentElement.dataset.theme = now === "dark" ? "light" : "dark";
     redraw();
   };
-  window.madpipe = {data, runs, shared, view, chosen: () => chosen};
+  window.madpipe = {data, runs, shared, view, hue, wordsOn, chosen: () => chosen};
 }
 begin();
