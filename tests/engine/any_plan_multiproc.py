@@ -837,6 +837,8 @@ def what_is_refused(_: Path) -> None:
     too_many = plans.plan_of(plans.chain_of(8), plans.platform_of(world + 1), cuts, devices)
     with raised(PlanMismatchError, f"for {world + 1} devices and this pipeline has {world} ranks"):
         PipelineModule(mlp(), plan=too_many, num_stages=world, loss_fn=loss_fn)
+    with raised(PlanMismatchError, f"for {world + 1} devices and this pipeline has {world} ranks"):
+        PipelineModule(mlp(), plan=too_many, loss_fn=loss_fn)
     idle = plans.plan_of(plans.chain_of(8), plans.platform_of(world), [0, 8], [0])
     with raised(PlanMismatchError, f"uses 1 of its {world} devices"):
         begin(mlp(), idle)

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import deepspeed.pipe
+import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.utils import partition_balanced
@@ -106,6 +107,15 @@ def check_boundaries(boundaries: Iterable[Any], num_layers: int, num_stages: int
             "every stage needs at least one layer"
         )
     return cuts
+
+
+def ranks_of_pipeline(plan: Plan, num_ranks: int) -> int:
+    """Return the ranks of a pipeline that runs a plan: its devices; all ranks where these do not divide them.
+
+    ``check_plan`` refuses the latter with both numbers.
+    """
+    devices = plan.platform.num_devices
+    return num_ranks if num_ranks % devices else devices
 
 
 def check_plan(plan: Plan, num_layers: int, num_ranks: int, *, one_stage_each: str | None = None) -> None:
@@ -367,6 +377,7 @@ class PipelineModule(deepspeed.pipe.PipelineModule):
     Takes DeepSpeed's arguments and
 
     Args:
+        num_stages: ranks of a pipeline; left out with a plan: the plan's devices.
         partition_method: ``"madpipe"`` (the default) measures the layers on the first micro-batch and plans;
             a list of boundaries such as ``[0, 3, 8]`` is taken as it is; DeepSpeed's own methods work too.
         plan: a plan, or the path of one, that is run as it is, without measuring. A rank may have several stages.
@@ -397,6 +408,8 @@ class PipelineModule(deepspeed.pipe.PipelineModule):
         accelerator.before_communication()
         if plan is not None:
             partition_method = plan if isinstance(plan, Plan) else load_plan(plan)
+            if num_stages is None and topology is None and dist.is_initialized():
+                num_stages = ranks_of_pipeline(partition_method, dist.get_world_size())
         with without_lines_of_hosts():
             super().__init__(
                 layers=layers,
