@@ -480,7 +480,9 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
                     refusal=self._lightning.refusal,
                     states=states_for_hook,
                     leaves_loop=self._leave_loop,
-                    in_flight=WeightsInFlight(module, self._of_engine, self._lightning.refusal),
+                    in_flight=WeightsInFlight(
+                        module, self._of_engine, lambda: self.optimizers, self._lightning.refusal
+                    ),
                 )
             self._watch_optimizer()
             self._phase = Phase(trainer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, TypeAlias
@@ -16,9 +16,13 @@ from torch import nn
 from deepspeed_partition.code_names import CodeSearch, function_of, is_installed
 from deepspeed_partition.generators import GENERATORS, generator_state, members_of, set_generator_state
 
+PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
+"""Types of values that nothing changes in place."""
 _OF_TORCH = frozenset(vars(nn.Module()))
 _OF_DEEPSPEED = ("ds_", "_ds_")
 _DEPTH = 2
+_MOST_MEMBERS = 1000
+"""Members of a list or a dict up to which each is compared: of longer ones the length is."""
 _MOST_BYTES = 2**28
 """Bytes of the largest tensor or array that is copied to be put back: a larger one is data and no state."""
 
@@ -41,8 +45,9 @@ def attributes_kept(modules: Iterable[nn.Module], *, buffers: bool = False) -> I
     has changed within it stays changed.
     """
     owners = list(dict.fromkeys(owner for module in modules for owner in module.modules()))
-    before = [(owner, _remembered_each(attributes_of(owner))) for owner in owners]
-    tables = [(owner._buffers, _remembered_each(owner._buffers)) for owner in owners if buffers]
+    remembering = _Remembering(_is_no_data)
+    before = [(owner, remembering.each(attributes_of(owner))) for owner in owners]
+    tables = [(owner._buffers, remembering.each(owner._buffers)) for owner in owners if buffers]
     try:
         yield
     finally:
@@ -62,23 +67,99 @@ def state_kept(functions: Iterable[Any]) -> Iterator[None]:
     and of what a method belongs to, the arguments of a partial, and the variables around the program's own code:
     of functions around it, of its file, of its class.
     """
-    held = _Held()
-    for function in functions:
-        held.add(function)
-    variables = [
-        (table, _remembered_each({key: table[key] for key in keys or table if key in table}), keys)
-        for table, keys in held.tables()
-    ]
-    with attributes_kept(held.modules, buffers=True):
-        try:
-            yield
-        finally:
-            for table, remembered, keys in variables:
-                for key in [key for key in keys or list(table) if key in table and key not in remembered]:
-                    del table[key]
-                for key, value in _restored(remembered).items():
-                    if table.get(key) is not value:
-                        table[key] = value
+    restore = HeldState(functions).remembered(buffers=True)
+    try:
+        yield
+    finally:
+        restore(frozenset())
+
+
+Place: TypeAlias = tuple[int, Any]
+"""Where a value stands: the ``id`` of the table that has it, and its key there."""
+
+
+class HeldState:
+    """What functions and other objects that are called hold, as :func:`state_kept` says.
+
+    Args:
+        functions: What is called. What their code can reach is looked for once.
+    """
+
+    def __init__(self, functions: Iterable[Any]) -> None:
+        held = _Held()
+        for function in functions:
+            held.add(function)
+        self._owners = list(
+            {
+                id(owner): (owner, path) for module in held.modules for path, owner in module.named_modules()
+            }.values()
+        )
+        self._tables = list(held.tables())
+
+    def remembered(
+        self, *, buffers: bool, copies: Callable[[Any], bool] | None = None
+    ) -> Callable[[Collection[Place]], None]:
+        """Note all of it; return what puts it back, but for some places.
+
+        Args:
+            buffers: Whether buffers of modules count.
+            copies: Whether a tensor or an array is copied, to be put back where it is changed in place.
+        """
+        remembering = _Remembering(copies or _is_no_data)
+        before = [
+            (table, remembering.each({key: table[key] for key in keys if key in table}))
+            for table, keys, _ in self._each(buffers=buffers)
+        ]
+
+        def restore(spared: Collection[Place]) -> None:
+            for (table, remembered), (_, keys, _) in zip(before, self._each(buffers=buffers), strict=True):
+                for key in keys:
+                    if key in table and key not in remembered and (id(table), key) not in spared:
+                        del table[key]
+                for key, put_back in remembered.items():
+                    if (id(table), key) not in spared:
+                        value = put_back()
+                        if table.get(key, _MISSING) is not value:
+                            table[key] = value
+
+        return restore
+
+    def look(self) -> dict[Place, tuple[str, Any]]:
+        """Note how each value is written, and what can be compared of it later with ``==``."""
+        return {
+            (id(table), key): (f"{path}.{key}".removeprefix("."), _mark(table[key], _DEPTH))
+            for table, keys, path in self._each(buffers=True)
+            for key in keys
+            if key in table
+        }
+
+    def _each(self, *, buffers: bool) -> Iterator[tuple[MutableMapping[Any, Any], list[Any], str]]:
+        """Yield each table with the keys in it that count, and the path of its module."""
+        for owner, path in self._owners:
+            yield vars(owner), list(attributes_of(owner)), path
+            if buffers:
+                yield owner._buffers, list(owner._buffers), path
+        for table, keys in self._tables:
+            yield table, keys or list(table), ""
+
+
+_MISSING = object()
+
+
+def _mark(value: Any, depth: int) -> Any:
+    """What tells a value from what it is after a change, without its numbers where it is a tensor."""
+    if type(value) in PLAIN:
+        return value
+    if isinstance(value, torch.Tensor):
+        return id(value), None if value.is_inference() else value._version
+    if isinstance(value, list | tuple | deque) and len(value) <= _MOST_MEMBERS:
+        return id(value), [_mark(member, depth) for member in value]
+    if isinstance(value, dict) and len(value) <= _MOST_MEMBERS:
+        return id(value), {key: _mark(member, depth) for key, member in value.items()}
+    if isinstance(value, list | tuple | dict | set | deque):
+        return id(value), len(value)
+    table = members_of(value) if depth else None
+    return id(value), table and {key: _mark(member, depth - 1) for key, member in table.items()}
 
 
 class _Held:
@@ -138,61 +219,83 @@ Remembered: TypeAlias = Callable[[], Any]
 """Function that makes a value what it was, and returns it."""
 
 
-def _remembered_each(values: Mapping[Any, Any], depth: int = _DEPTH) -> dict[Any, Remembered]:
-    return {key: _remembered(value, depth) for key, value in values.items()}
+class _Remembering:
+    """Makes functions that put values back.
+
+    Args:
+        copies: Whether a tensor or an array is copied, to be put back where it is changed in place.
+    """
+
+    def __init__(self, copies: Callable[[Any], bool]) -> None:
+        self._copies = copies
+
+    def each(self, values: Mapping[Any, Any], depth: int = _DEPTH) -> dict[Any, Remembered]:
+        """Return what makes each value what it is now."""
+        return {key: self._remembered(value, depth) for key, value in values.items()}
+
+    def _remembered(self, value: Any, depth: int) -> Remembered:
+        restore = self._restorer(value, depth)
+
+        def restored() -> Any:
+            restore()
+            return value
+
+        return restored
+
+    def _restorer(self, value: Any, depth: int) -> Callable[[], object]:
+        if type(value) in PLAIN:
+            return _nothing
+        if isinstance(value, GENERATORS):
+            state = generator_state(value)
+            return lambda: set_generator_state(value, state)
+        if isinstance(value, torch.Tensor | np.ndarray) and not self._copies(value):
+            return _nothing
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and not value.is_inference():
+            copy, version = value.detach().clone(), value._version
+
+            def is_same() -> bool:  # batch normalization changes its buffers, and torch does not count that
+                is_read = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
+                return value._version == version and (not is_read or torch.equal(value, copy))
+
+            return lambda: None if is_same() else _copy_back(value, copy)
+        if isinstance(value, np.ndarray):
+            array = value.copy()
+            return lambda: np.copyto(value, array) if value.flags.writeable else None
+        if isinstance(value, list):
+            if PLAIN.issuperset(map(type, value)):  # a long list of numbers, as of losses, is copied at once
+                numbers = list(value)
+                return lambda: value.__setitem__(slice(None), numbers)
+            items = [self._remembered(item, depth) for item in value]
+            return lambda: value.__setitem__(slice(None), [item() for item in items])
+        if isinstance(value, tuple):
+            parts = [self._restorer(item, depth) for item in value]
+            return lambda: [restore() for restore in parts]
+        if isinstance(value, dict):
+            members = self.each(value, depth)
+            return lambda: _refill(value, _restored(members))
+        if isinstance(value, set):
+            entries = set(value)
+            return lambda: _refill(value, entries)
+        if isinstance(value, deque):
+            queue = list(value)
+            return lambda: _refill_queue(value, queue)
+        table = members_of(value) if depth else None
+        if table is not None:
+            inner = self.each(table, depth - 1)
+            return lambda: _refill(table, _restored(inner))
+        return _nothing
+
+
+def _is_no_data(value: Any) -> bool:
+    return bool(value.nbytes <= _MOST_BYTES)
 
 
 def _restored(remembered: Mapping[Any, Remembered]) -> dict[Any, Any]:
     return {key: restored() for key, restored in remembered.items()}
 
 
-def _remembered(value: Any, depth: int) -> Remembered:
-    restore = _restorer(value, depth)
-
-    def restored() -> Any:
-        restore()
-        return value
-
-    return restored
-
-
-def _restorer(value: Any, depth: int) -> Callable[[], object]:
-    if isinstance(value, GENERATORS):
-        state = generator_state(value)
-        return lambda: set_generator_state(value, state)
-    if isinstance(value, torch.Tensor | np.ndarray) and value.nbytes > _MOST_BYTES:
-        return lambda: None
-    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and not value.is_inference():
-        copy, version = value.detach().clone(), value._version
-
-        def is_same() -> bool:  # batch normalization changes its buffers, and torch does not count that
-            is_read = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
-            return value._version == version and (not is_read or torch.equal(value, copy))
-
-        return lambda: None if is_same() else _copy_back(value, copy)
-    if isinstance(value, np.ndarray):
-        array = value.copy()
-        return lambda: np.copyto(value, array) if value.flags.writeable else None
-    if isinstance(value, list):
-        items = [_remembered(item, depth) for item in value]
-        return lambda: value.__setitem__(slice(None), [item() for item in items])
-    if isinstance(value, tuple):
-        parts = [_restorer(item, depth) for item in value]
-        return lambda: [restore() for restore in parts]
-    if isinstance(value, dict):
-        members = _remembered_each(value, depth)
-        return lambda: _refill(value, _restored(members))
-    if isinstance(value, set):
-        entries = set(value)
-        return lambda: _refill(value, entries)
-    if isinstance(value, deque):
-        queue = list(value)
-        return lambda: _refill_queue(value, queue)
-    table = members_of(value) if depth else None
-    if table is not None:
-        inner = _remembered_each(table, depth - 1)
-        return lambda: _refill(table, _restored(inner))
-    return lambda: None
+def _nothing() -> None:
+    pass
 
 
 def _copy_back(tensor: torch.Tensor, copy: torch.Tensor) -> None:

@@ -68,8 +68,8 @@ class FollowedValues(TorchFunctionMode):
         states: Gives numbers that tell whether generators of Python's and NumPy's were drawn from.
         tell_of_write: Called with the names of what is written, and of the parameters by which it is.
         buffers: Gives the name of each buffer beside the layers, by its ``id``.
-        tell_of_use: Called before values of parameters may be used, with whether a tensor is written, with the
-            tensors and with the parameters' names; None: nobody asks.
+        tell_of_use: Called before values of tensors may be used, with whether the first is written, with the
+            tensors and with the names of the parameters that they come from; None: nobody asks.
     """
 
     def __init__(
@@ -160,10 +160,10 @@ class FollowedValues(TorchFunctionMode):
     def _note_use(
         self, tell: Callable[[bool, list[Tensor], frozenset[str]], None], name: str, arguments: tuple[Any, ...]
     ) -> None:
-        """Tell of values of parameters that a function is about to use."""
+        """Tell of tensors that a function is about to use, and of the parameters that they come from."""
         given = list(_tensors(arguments))
         weights = frozenset[str]().union(*(self._sources_of(tensor) for tensor in given)) - {NOISE}
-        if weights:
+        if given:
             tell(_writes(name), given, weights)
 
     def _note_draws(self, weights: frozenset[str]) -> None:

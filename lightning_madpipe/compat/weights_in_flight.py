@@ -6,7 +6,7 @@ update run on each rank when it has these, so that ranks cannot meet in them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,13 +19,13 @@ from lightning_madpipe.compat.collective_calls import collectives_refused
 from lightning_madpipe.module import pipeline_of
 
 READ = (
-    "{place} reads weights ({names}) while the pipeline goes on from batch to batch (weight_versions {mode!r}): "
+    "{place} reads {what} while the pipeline goes on from batch to batch (weight_versions {mode!r}): "
     "the optimizer's steps of the last batches are not done, and ranks have weights of different steps. Call "
     "self.trainer.strategy.come_to_rest() before, on every rank, or read them in on_validation_start or "
     "on_train_epoch_end"
 )
 WRITTEN = (
-    "{place} changes weights ({names}) while the pipeline goes on from batch to batch (weight_versions {mode!r}): "
+    "{place} changes {what} while the pipeline goes on from batch to batch (weight_versions {mode!r}): "
     "batches in flight have run forward with others, and what is trained would depend on the cut. Call "
     "self.trainer.strategy.come_to_rest() before, on every rank; or change them in a hook that runs with each "
     "step of the optimizer (optimizer.register_step_post_hook); or leave weight_versions out"
@@ -48,18 +48,26 @@ class WeightsInFlight:
     Args:
         module: The LightningModule.
         engine: Gives the pipeline's engine.
+        optimizers: Gives the optimizers of the run, as the user's hooks see them.
         refusal: Makes the error that says a sentence.
     """
 
     def __init__(
-        self, module: nn.Module, engine: Callable[[], MadPipeEngine], refusal: Callable[[str], Exception]
+        self,
+        module: nn.Module,
+        engine: Callable[[], MadPipeEngine],
+        optimizers: Callable[[], Iterable[Any]],
+        refusal: Callable[[str], Exception],
     ) -> None:
         self._module, self._engine, self._refusal = module, engine, refusal
+        self._optimizers = optimizers
 
     def of_hook(
         self, place: str, *, sees_gradients: bool
     ) -> Callable[[bool, list[Tensor], frozenset[str]], None] | None:
-        """Return what is to be called where a hook uses values of parameters; None where it may.
+        """Return what is to be called where a hook uses tensors; None where it may use all of them.
+
+        It is given whether the first tensor is changed, the tensors, and the names of parameters among them.
 
         Args:
             place: The hook, in words.
@@ -68,20 +76,39 @@ class WeightsInFlight:
         engine = self._engine()
         if engine.is_at_rest or (sees_gradients and not engine.updates_wait):
             return None
-        storages: set[int] = set()
+        weights: set[int] = set()
+        states: dict[int, str] = {}
 
         def used(writes: bool, tensors: list[Tensor], names: frozenset[str]) -> None:
             if engine.is_at_rest:  # the hook has called for it
                 return
-            if not storages:
-                storages.update(map(_storage_of, self._module.parameters()))
-            words = {"place": place, "names": ", ".join(sorted(names)[:3]), "mode": engine.weight_versions}
-            if writes and _storage_of(tensors[0]) in storages:
+            if not weights:
+                weights.update(set(map(_storage_of, self._module.parameters())) - {0})
+                states.update(self._states())
+            given = list(map(_storage_of, tensors))
+            if names and weights.intersection(given):
+                what, is_changed = f"weights ({', '.join(sorted(names)[:3])})", given[0] in weights
+            elif states.keys() & given:
+                found = sorted({states[each] for each in given if each in states})
+                what, is_changed = f"the optimizer's state ({', '.join(found[:3])})", given[0] in states
+            else:
+                return
+            words = {"place": place, "what": what, "mode": engine.weight_versions}
+            if writes and is_changed:
                 raise self._refusal(WRITTEN.format(**words))
-            if any(_storage_of(each) in storages for each in tensors):
-                warn_once(f"in flight/{place}", READ.format(**words))
+            warn_once(f"in flight/{place}/{what.partition(' (')[0]}", READ.format(**words))
 
         return used
+
+    def _states(self) -> dict[int, str]:
+        """The names of the tensors in optimizers' states, by their storages."""
+        return {
+            _storage_of(value): str(name)
+            for optimizer in self._optimizers()
+            for state in getattr(optimizer, "state", {}).values()
+            for name, value in (state.items() if isinstance(state, dict) else ())
+            if isinstance(value, Tensor) and _storage_of(value)
+        }
 
     def why_no_norm(self, place: str) -> str | None:
         """Why a hook that sees gradients cannot take their norm over all ranks; None where it can."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -415,6 +416,81 @@ def reads_while_it_goes_on_are_said(_: Path) -> None:
         assert all(words in line and "engine.come_to_rest() on every rank" in line for line in told)
 
 
+class Meter:
+    seen = 0
+
+
+class Counting(nn.Module):
+    """Computes with what it keeps in attributes: numbers, a list, a tensor, an object, a generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gain = nn.Linear(WIDTH, WIDTH), 1.0
+        self.count, self.meter, self.random = 0, Meter(), random.Random(5)
+        self.means: list[float] = []
+        self.average = torch.zeros(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.meter.seen += 1
+        self.means.append(float(x.detach().mean()))
+        self.average.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        scale = self.gain + 1 / self.count + 1 / self.meter.seen + self.random.random()
+        scale += sum(self.means[-3:])
+        return torch.tanh(self.linear(x) * (scale + self.average.sum()))
+
+
+def counting() -> list[Any]:
+    """Layers that count, also one that is a function with a variable around it."""
+    number = 0
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        nonlocal number
+        number += 1
+        return x * (1 + 1 / number)
+
+    return [
+        LayerSpec(nn.Linear, 8, WIDTH), LayerSpec(Counting), scaled, LayerSpec(Block, WIDTH), LayerSpec(Counting),
+        LayerSpec(Block, WIDTH), LayerSpec(Counting), LayerSpec(nn.Linear, WIDTH, 4),
+    ]  # fmt: skip
+
+
+def what_layers_keep_in_attributes(_: Path) -> None:
+    """Forwards that ran ahead of a rest have counted nothing; what a program sets on the way is said and stays."""
+    data, make, told = batches(8), OPTIMIZERS["momentum"], list[str]()
+    for mode, (devices, cuts) in zip(MODES, maps() * 2, strict=False):
+        engine = begin(plan_for(devices, cuts, mode), make, specs=counting())
+        items = mine(engine, data)
+        losses = []
+        lines: list[str] = []
+        with patch.object(environment, "log_here", lambda line, *_, heard=lines: heard.append(line)):
+            for number in range(6):
+                losses.append(call(engine, items))
+                if number in (1, 2, 4):
+                    engine.come_to_rest()
+        expected = alone(engine, make, specs=counting())
+        wanted = []
+        for number, batch in enumerate(data[:6]):
+            if number in (2, 3, 5):
+                expected.rest()
+            wanted.append(expected.train(batch))
+        same(losses, wanted)
+        assert not [line for line in lines if "between two calls" in line], lines
+        with patch.object(environment, "log_here", lambda line, *_, heard=lines: heard.append(line)):
+            layers = [each for each in engine.module.modules() if isinstance(each, Counting)]
+            for layer in layers:
+                layer.gain = 0.5
+            call(engine, items)
+            engine.come_to_rest()
+            assert all(layer.gain == 0.5 and layer.count == 7 * NUM_MICRO_BATCHES for layer in layers)
+            for layer in layers:
+                layer.gain = 0.7
+            call(engine, items)
+        told += [line for line in lines if "between two calls" in line]
+    found = sorted(line.split(" was set")[0] for lines in gather_objects(told) for line in lines)
+    assert found == [f"gain of layer {place} (Counting)" for place in (1, 4, 6)], found  # once in a job
+
+
 def two_pipelines_without_a_drain(_: Path) -> None:
     data = batches(6)
     make = OPTIMIZERS["momentum"]
@@ -585,6 +661,7 @@ CASES = {
         recut_to_another_mode,
         weights_in_bf16_and_zero_1,
         reads_while_it_goes_on_are_said,
+        what_layers_keep_in_attributes,
         a_run_that_asks_for_another_mode_than_its_checkpoint_plans_anew,
         errors_in_a_layer_end_all_ranks,
         data_that_ends_or_fails,

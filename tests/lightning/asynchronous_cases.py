@@ -238,6 +238,18 @@ class Reads(Callback):
         float(next(module.parameters()).detach().sum())
 
 
+class ReadsState(Callback):
+    """Looks at, or clears, what the optimizer keeps; no parameter is needed for it."""
+
+    def __init__(self, *, clears: bool = False) -> None:
+        self.clears = clears
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        for state in trainer.optimizers[0].state.values():
+            for value in state.values():
+                value.zero_() if self.clears else float(value.norm())
+
+
 class Writes(Callback):
     """Bounds weights."""
 
@@ -288,13 +300,18 @@ def hooks_in_flight(host: cases.Host) -> dict[str, Any]:
     """What hooks may do with weights, gradients and other ranks while batches are in flight."""
     data = batches(4)
     with Said() as said:
-        expected, model, watch, _ = short(host, "stashing", data, Reads())
+        expected, model, watch, _ = short(host, "stashing", data, Reads(), ReadsState())
     lines = [line for theirs in gather_objects(said.lines) for line in theirs]
     told = [line for line in lines if "Reads reads weights" in line]
     assert len(told) == 1 and "strategy.come_to_rest() before" in told[0], lines
+    told = [line for line in lines if "ReadsState reads the optimizer's state (momentum_buffer)" in line]
+    assert len(told) == 1 and "strategy.come_to_rest() before" in told[0], lines
     same(watch.losses, alone(expected, data, watch.rests))
     refusals = {}
-    for mode, hook in (("stashing", Writes()), ("2bw", Meets()), ("vertical-sync", Clips())):
+    for mode, hook in (
+        ("stashing", Writes()), ("stashing", ReadsState(clears=True)), ("2bw", Meets()),
+        ("vertical-sync", Clips()),
+    ):  # fmt: skip
         with pytest.raises(Exception, match="weight_versions") as refusal:
             short(host, mode, data, hook)
         refusals[type(hook).__name__] = str(refusal.value)

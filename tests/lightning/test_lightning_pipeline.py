@@ -411,6 +411,7 @@ def test_hooks_of_a_pipeline_that_never_drains(two: Records) -> None:
     for rank in two.ranks:
         found = rank["hooks_in_flight"]["refusals"]
         assert "changes weights" in found["Writes"] and "register_step_post_hook" in found["Writes"]
+        assert "ReadsState changes the optimizer's state (momentum_buffer)" in found["ReadsState"]
         assert "calls torch.distributed.all_reduce at asynchronous_cases.py" in found["Meets"]
         assert "use Trainer(gradient_clip_val=...)" in found["Clips"]
 

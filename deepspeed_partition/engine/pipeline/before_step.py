@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 
 from deepspeed_partition.engine.runtime.environment import warn_here
 from deepspeed_partition.engine.runtime.random_state import random_state
+from deepspeed_partition.profiling.attributes import Place
 
 if TYPE_CHECKING:
     from deepspeed_partition.engine.engine import MadPipeEngine
@@ -33,14 +34,14 @@ class Buffers:
         self._copies: list[torch.Tensor] = []
         self._versions: dict[int, int] = {}
 
-    def before_step(self, *, all_of_them: bool) -> Callable[[], None]:
-        """Copy the buffers; return a function that puts them back.
+    def before_step(self, *, all_of_them: bool) -> Callable[..., None]:
+        """Copy the buffers; return a function that puts them back, but for some places.
 
         Args:
             all_of_them: copy also those that no step has changed so far.
         """
         if not self._owners:
-            return lambda: None
+            return lambda *_: None
         tables = [(name, owner._buffers, dict(owner._buffers)) for name, owner in self._owners]
         buffers = [buffer for _, _, table in tables for buffer in table.values() if buffer is not None]
         copied = [buffer for buffer in buffers if all_of_them or self._is_copied(buffer)]
@@ -52,12 +53,13 @@ class Buffers:
         versions = self._versions = {id(buffer): buffer._version for buffer in buffers}
         copies = dict(zip(map(id, copied), self._copies, strict=True))
 
-        def restore() -> None:
+        def restore(spared: Collection[Place] = ()) -> None:
             for name, table, before in tables:
+                own = {key: value for key, value in table.items() if (id(table), key) in spared}
                 table.clear()
-                table.update(before)
+                table.update({**before, **own})
                 for key, buffer in before.items():
-                    if buffer is None:
+                    if buffer is None or key in own:
                         continue
                     if id(buffer) in copies:
                         with torch.no_grad():

@@ -1,14 +1,31 @@
-"""What one run without a drain keeps of its batches: whether a rank still computes, and buffers to be put back."""
+"""What one run without a drain keeps of its batches: whether a rank still computes, and what layers hold.
+
+Forwards that run ahead of their call may be given up, in a rest. What they have changed of their layers, buffers,
+counters and other attributes, is then put back: else a counter would count these micro-batches twice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from deepspeed_partition.engine.pipeline.batch_attempt import Batch, Failure
-from deepspeed_partition.engine.pipeline.before_step import Buffers
+from deepspeed_partition.engine.pipeline.before_step import SMALL_BYTES, Buffers
+from deepspeed_partition.engine.pipeline.beside_layers import name_of
+from deepspeed_partition.engine.runtime.environment import warn_here, warn_once
+from deepspeed_partition.profiling.attributes import HeldState, Place
+
+SET_BETWEEN = (
+    "{names} of layer {number} ({kind}) was set between two calls of train_batch, and forwards of the "
+    "next batch have run ahead with what it was before (weight_versions {mode!r}). Call engine.come_to_rest() on "
+    "every rank before it is set; or leave weight_versions out"
+)
+STAYS = (
+    "forwards that ran ahead are forgotten, and layer {number} ({kind}) keeps tensors of more than 1 MiB that "
+    "they have changed: register them as buffers"
+)
 
 
 class EndlessAttempt(Batch):
@@ -35,28 +52,103 @@ class EndlessAttempt(Batch):
         self._input_shapes.pop((stage, number), None)
 
 
-class BuffersOfStages:
-    """Buffers of each stage as they were before its forwards on a batch that may be given up."""
+class HeldByLayer:
+    """What one layer holds in attributes, and in variables that its code names.
 
-    def __init__(self, module: Any, stages: list[int], num_ahead: int) -> None:
-        self._restore: dict[int, dict[int, Callable[[], None]]] = {stage: {} for stage in stages}
+    Args:
+        number: of the layer.
+        function: that runs it.
+    """
+
+    def __init__(self, number: int, function: Any) -> None:
+        self.number, self.function = number, function
+        self.kind = name_of(function)
+        self.state = HeldState([function])
+        self._large: dict[int, tuple[Tensor, int]] = {}
+        """Tensors of more than 1 MiB, with the number of their changes then."""
+        self._changing: set[int] = set()
+
+    def remembered(self) -> Callable[[Collection[Place]], None]:
+        """Note what the layer holds beside buffers; return what puts it back, but for some places."""
+        before, self._large = self._large, {}
+
+        def copies(value: Any) -> bool:
+            if getattr(value, "grad_fn", None) is not None or isinstance(value, nn.Parameter):
+                return False  # what is computed is replaced, not changed
+            if value.nbytes <= SMALL_BYTES or not isinstance(value, Tensor) or value.is_inference():
+                return bool(value.nbytes <= SMALL_BYTES)
+            if before.get(id(value), (value, value._version))[1] != value._version:
+                self._changing.add(id(value))
+            self._large[id(value)] = value, value._version
+            return id(value) in self._changing
+
+        restore = self.state.remembered(buffers=False, copies=copies)
+        large = [each for key, each in self._large.items() if key not in self._changing]
+
+        def put_back(spared: Collection[Place]) -> None:
+            if any(value._version != version for value, version in large):
+                warn_here(STAYS.format(number=self.number, kind=self.kind))
+            restore(spared)
+
+        return put_back
+
+
+class StateOfStages:
+    """What the layers of each stage hold, as it was before its forwards on a batch that may be given up.
+
+    Args:
+        layers: of each stage of this rank.
+        num_ahead: most batches of which forwards run before their call; 0: nothing is kept.
+        mode: ``weight_versions``.
+    """
+
+    def __init__(self, layers: Mapping[int, Sequence[HeldByLayer]], num_ahead: int, mode: str) -> None:
+        self._layers, self._mode = layers, mode
         self._num_kept = num_ahead + 1 if num_ahead else 0
+        self._restore: dict[int, dict[int, list[Callable[[Collection[Place]], None]]]] = {
+            each: {} for each in layers
+        }
         self._buffers: dict[int, list[Buffers]] = {}
-        for stage in stages:
-            layers = nn.ModuleList([each for each in module._functions[stage] if isinstance(each, nn.Module)])
-            has_any = any(True for _ in layers.buffers())
-            self._buffers[stage] = [Buffers(layers) for _ in range(self._num_kept + 1 if has_any else 0)]
+        self._left: dict[int, list[dict[Place, tuple[str, Any]]]] = {}
+        self._set: set[Place] = set()
+        """What the program has set between two calls: it stays."""
+        for stage, each in layers.items():
+            modules = nn.ModuleList([held.function for held in each if isinstance(held.function, nn.Module)])
+            has_any = any(True for _ in modules.buffers())
+            self._buffers[stage] = [Buffers(modules) for _ in range(self._num_kept + 1 if has_any else 0)]
 
     def begin(self, stage: int, batch: int) -> None:
-        """Note the buffers of a stage before its first forward on a batch."""
-        copies = self._buffers[stage]
-        if copies and self._num_kept:
-            kept = self._restore[stage]
-            kept.pop(batch - len(copies), None)
-            kept[batch] = copies[batch % len(copies)].before_step(all_of_them=False)
+        """Note what a stage's layers hold before its first forward on a batch."""
+        if not self._num_kept:
+            return
+        kept, copies = self._restore[stage], self._buffers[stage]
+        kept.pop(batch - self._num_kept - 1, None)
+        kept[batch] = [held.remembered() for held in self._layers[stage]]
+        if copies:
+            kept[batch].append(copies[batch % len(copies)].before_step(all_of_them=False))
+
+    def leave(self) -> None:
+        """Note what layers hold when the program gets on."""
+        if self._num_kept:
+            self._left = {stage: [held.state.look() for held in layers] for stage, layers in self._layers.items()}
+
+    def come_back(self) -> None:
+        """Say what the program has set since, which holds for a part of the next batch alone."""
+        for stage, looks in self._left.items():
+            for held, left in zip(self._layers[stage], looks, strict=True):
+                now = held.state.look()
+                places = [place for place in {**left, **now} if left.get(place) != now.get(place)]
+                self._set.update(places)
+                if places:
+                    names = sorted({(now.get(place) or left[place])[0] for place in places})
+                    words = {"names": ", ".join(names[:3]), "number": held.number, "kind": held.kind}
+                    warn_once(
+                        f"set between/{held.number}/{names[0]}", SET_BETWEEN.format(**words, mode=self._mode)
+                    )
+        self._left = {}
 
     def put_back(self, batch: int) -> None:
         """Let the forwards of a batch, and of those behind it, not have been."""
         for kept in self._restore.values():
-            if batch in kept:
-                kept[batch]()
+            for restore in kept.get(batch, ()):
+                restore(self._set)

@@ -28,7 +28,7 @@ from torch import nn
 
 from deepspeed_partition.engine.pipeline.batch_attempt import raise_everywhere
 from deepspeed_partition.engine.pipeline.batch_state import source_of
-from deepspeed_partition.engine.pipeline.endless_batches import BuffersOfStages, EndlessAttempt
+from deepspeed_partition.engine.pipeline.endless_batches import EndlessAttempt, HeldByLayer, StateOfStages
 from deepspeed_partition.engine.pipeline.held_weights import (
     FlatGradients,
     Gradients,
@@ -82,6 +82,7 @@ class EndlessTraining:
         module: Any = engine.module
         self._devices = tuple(module.device_of_stage)
         self._last_stage = len(self._devices) - 1
+        self._held: dict[int, list[HeldByLayer]] = {}
         self._run: EndlessRun | None = None
         self._num_alone = 0
         """Number of runs of one batch, one after the other."""
@@ -116,6 +117,7 @@ class EndlessTraining:
         if self._run is None:
             return
         engine = self._engine
+        self._state.come_back()
         engine._lockstep.begin_batch(engine._transfers.ranks[0])
         with engine._lockstep.ended_by_errors():
             outcome = self._meet(Facts(fails=self._attempt.has_failed, rests=True)).outcome
@@ -195,13 +197,25 @@ class EndlessTraining:
         """Losses of batches that were not told, on the last stage."""
         self._has_told_loss = -1
         self._num_forwards = dict(module._num_forwards)
-        self._buffers = BuffersOfStages(module, own, program.batches_ahead)
+        held = {stage: self._held_by(stage) if program.batches_ahead else [] for stage in own}
+        self._state = StateOfStages(held, program.batches_ahead, self._mode)
+
+    def _held_by(self, stage: int) -> list[HeldByLayer]:
+        """What the layers of a stage hold; what their code can reach is looked for once for each."""
+        module: Any = self._engine.module
+        first = module.allocation.stages[stage].layers[0]
+        functions: list[Any] = module._functions[stage]
+        found = self._held.get(stage, [])
+        if [id(each.function) for each in found] != list(map(id, functions)):
+            found = self._held[stage] = [HeldByLayer(first + place, each) for place, each in enumerate(functions)]
+        return found
 
     def _train(self) -> bool:
         """Run a segment; return whether there was data for it: else the pipeline is at rest."""
         engine, batch, run = self._engine, self.num_trained, self._run
         assert run is not None and self._meetings is not None
         engine.fwd_outputs = []
+        self._state.come_back()
         if batch:
             engine._lockstep.begin_batch(engine._transfers.ranks[0])
         self._of_batch[batch] = self._settings.now(), engine.global_steps, engine.global_samples
@@ -249,6 +263,8 @@ class EndlessTraining:
                 )
             self._drain()
             engine.batch_data.put_back(self._unused(), self._error_of_data)
+        else:
+            self._state.leave()
         return True
 
     def _show_newest(self) -> None:
@@ -324,7 +340,7 @@ class EndlessTraining:
         batch, place = divmod(number, self._per_batch)
         weights, is_loss = self._weights[stage], stage == self._last_stage and compute.kind == "F"
         if compute.kind == "F" and place == 0:
-            self._buffers.begin(stage, batch)
+            self._state.begin(stage, batch)
         if compute.kind == "B":
             self._gradients[stage].use(batch)
         weights.use(min(self._version(compute), weights.newest))
@@ -463,7 +479,7 @@ class EndlessTraining:
             engine.module._num_forwards[stage] = self._num_forwards[stage] + self.num_trained * self._per_batch
         engine.module.micro_offset = engine.module._num_forwards[engine.module._shown]
         self._norms.clear()
-        self._buffers.put_back(self.num_trained)
+        self._state.put_back(self.num_trained)
         engine.total_loss = None
         engine.batch_state.clear()
         engine.let_batch_go()
