@@ -32,6 +32,7 @@ STATE = """(() => {
     lanes: madpipe.data.lanes, rows: madpipe.data.count > 5000 ? null : rows, canvases,
     number: rows.reduce((sum, lane) => sum + lane.length, 0),
     ground: getComputedStyle(document.body).backgroundColor,
+    words_are_above: document.getElementById("told").getBoundingClientRect().bottom <= box.top,
     spot: [box.left + madpipe.view.x((run.start[wide] + run.end[wide]) / 2), box.top + lane.y + lane.height / 2],
     ready: performance.timing.domContentLoadedEventEnd - performance.timing.navigationStart,
     loaded: performance.getEntriesByType("resource").map(each => each.name),
@@ -41,6 +42,17 @@ TOLD = """JSON.stringify({tip: document.getElementById("tip").style.display === 
   ? document.getElementById("tip").textContent : "", told: document.getElementById("told").textContent,
   window: [madpipe.shared.from, madpipe.shared.until],
   pages: document.querySelectorAll("#operations tbody tr").length,
+  marked: (canvas => {
+    const copy = document.createElement("canvas");
+    [copy.width, copy.height] = [canvas.width, canvas.height];
+    const context = copy.getContext("2d", {willReadFrequently: true});
+    context.drawImage(canvas, 0, 0);
+    const pixels = context.getImageData(0, 0, canvas.width, canvas.height).data;
+    const select = [1, 3, 5].map(at => parseInt(madpipe.hue.select.slice(at, at + 2), 16));
+    let number = 0;
+    for (let i = 0; i < pixels.length; i += 4) number += select.every((part, at) => pixels[i + at] === part);
+    return number;
+  })(document.querySelector("#timeline canvas")),
   layer: (document.getElementById("layer-told") || {}).textContent})"""
 
 

@@ -215,8 +215,15 @@ def test_a_browser_shows_every_operation_and_answers_mouse_and_keys(theme, tmp_p
     assert first.startswith(names[0]) and second.startswith(names[1])
     assert "measured: from" in below if measured else "device 0" not in below
     assert last != below and closer == last
+    assert found["hovered"]["marked"] == 0 and all(each["marked"] > 20 for each in found["keys"])
     before, after = (found["keys"][place]["window"] for place in (3, 4))
     assert after[1] - after[0] < before[1] - before[0]
+    run = planned_run(plan, chain) if measured is None else measured.steps[0]
+    lane = [each for each in run.operations if each.device == (1 if measured is None else 0)]
+    chosen = max(lane, key=lambda each: each.start_seconds)
+    middle = (chosen.start_seconds + chosen.end_seconds) / 2
+    assert after[0] < middle < after[1], "zoomed on what is chosen"
+    assert found["words_are_above"]
     assert found["table"] == min(200, len(expected) * (2 if measured else 1))
     assert found["layer"].startswith("layer 0: ")
     # The contrast that WCAG AA asks for, of the page and of all that is a picture of its own.

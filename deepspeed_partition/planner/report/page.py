@@ -278,9 +278,9 @@ def _timeline_section(run: PlannedRun, steps: Sequence[str], from_pattern: bool)
     return _section(
         "Timeline",
         f'<p class="dim">{escape(words)}</p>{controls}',
+        '<p class="told" id="told" role="status" aria-live="polite"></p>',  # above: the view may fill the window
         f'<div class="view" id="timeline" tabindex="0" role="application" aria-label="{label}" '
         'aria-describedby="told"><canvas aria-hidden="true"></canvas><div class="spacer"></div></div>',
-        '<p class="told" id="told" role="status" aria-live="polite"></p>',
         '<details id="operations-of"><summary>Table of all operations</summary>'
         '<div id="operations"></div></details>',
     )

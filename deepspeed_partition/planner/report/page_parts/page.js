@@ -6,6 +6,7 @@ const KINDS = {F: "forward", f: "forward that keeps nothing", R: "forward again"
 const HUES = {F: "F", f: "F", R: "R", B: "B", I: "B", W: "W", S: "S"};
 const TERMS = ["weights", "stash", "buffers", "transient", "fixed"];
 const GUTTER = 104, AXIS = 24;
+const HINT = "An arrow key or a click chooses an operation: its words stand here.";
 
 function seconds(value) {
   if (!value) return "0 s";
@@ -87,7 +88,8 @@ class View {  // a canvas of lanes below a time axis, in a box that scrolls; onl
   plot() { return Math.max(1, this.width - GUTTER - 8); }
   x(time) { return GUTTER + (time - shared.from) / (shared.until - shared.from) * this.plot(); }
   time(x) { return shared.from + (x - GUTTER) / this.plot() * (shared.until - shared.from); }
-  zoom(factor, at = (shared.from + shared.until) / 2) {
+  zoom(factor, at) {  // around an instant; where that is not seen, around the middle
+    if (at == null || at < shared.from || at > shared.until) at = (shared.from + shared.until) / 2;
     setWindow(at - (at - shared.from) * factor, at + (shared.until - at) * factor);
   }
   later() { if (!this.waits) { this.waits = true; requestAnimationFrame(() => { this.waits = false; this.draw(); }); } }
@@ -155,9 +157,10 @@ class View {  // a canvas of lanes below a time axis, in a box that scrolls; onl
     text ? showTip(text, event.clientX, event.clientY) : hideTip();
   }
   key(event) {
-    const span = shared.until - shared.from;
-    if (event.key === "+" || event.key === "=") this.zoom(0.6);
-    else if (event.key === "-") this.zoom(1 / 0.6);
+    const span = shared.until - shared.from, at = this.painter.middle && this.painter.middle();
+    hideTip();
+    if (event.key === "+" || event.key === "=") this.zoom(0.6, at);
+    else if (event.key === "-") this.zoom(1 / 0.6, at);
     else if (event.key === "0") setWindow(0, shared.whole);
     else if (this.painter.key && this.painter.key(this, event.key)) { /* done there */ }
     else if (event.key === "ArrowLeft") setWindow(shared.from - span / 8, shared.until - span / 8);
@@ -194,7 +197,6 @@ const timeline = {
   },
   paint(c, view, lane) {
     c.fillStyle = hue.idle; c.fillRect(GUTTER, lane.y + 2, view.plot(), lane.height - 4);
-    let it = null;
     for (const run of ["planned", "measured"]) {
       const rows = runs[run] && runs[run][lane.index], band = this.band(lane, run);
       if (!rows || !band) continue;
@@ -202,13 +204,25 @@ const timeline = {
       let last = -1;
       for (let i = firstVisible(rows, shared.from); i < rows.start.length && rows.start[i] <= shared.until; i++) {
         const x = view.x(rows.start[i]), width = (rows.end[i] - rows.start[i]) * perSecond;
-        if (width < 0.7) { if (Math.floor(x) === last) continue; last = Math.floor(x); }
-        const name = data.names[rows.name[i]];
-        c.fillStyle = hue[HUES[name[0]]]; c.fillRect(x, y, Math.max(width - (width > 3 ? 1 : 0), 0.7), height);
-        const label = name + "." + rows.micro[i];
-        if (height > 11 && width > label.length * 6.6 + 4) {
-          c.fillStyle = wordsOn[HUES[name[0]]]; c.textAlign = "left"; c.fillText(label, x + 4, y + height / 2 + 0.5);
+        const name = data.names[rows.name[i]], isNarrow = width < 1;
+        // Of operations within one pixel the first is drawn, as wide as the pixel: what is always busy looks so.
+        if (isNarrow) { if (Math.floor(x) === last) continue; last = Math.floor(x); }
+        c.fillStyle = hue[HUES[name[0]]];
+        c.fillRect(isNarrow ? last : x, y, isNarrow ? 1 : width - (width > 3 ? 1 : 0), height);
+        const label = name + "." + rows.micro[i], from = Math.max(x, GUTTER);
+        if (height > 11 && x + width - from > label.length * 6.6 + 4) {
+          c.fillStyle = wordsOn[HUES[name[0]]]; c.textAlign = "left"; c.fillText(label, from + 4, y + height / 2 + 0.5);
         }
+        if (chosen && width > 2 && rows.micro[i] === runs[chosen.run][chosen.lane.index].micro[chosen.index]) {
+          // Underlined, with the ground between: no colour is seen on all of the others.
+          c.fillStyle = hue.ground; c.fillRect(x, y + height - 4, width, 4);
+          c.fillStyle = hue.select; c.fillRect(x, y + height - 3, width, 3);
+        }
+      }
+      if (!chosen || chosen.lane !== lane || chosen.run !== run) continue;
+      const from = view.x(rows.start[chosen.index]), wide = Math.max(view.x(rows.end[chosen.index]) - from - 1, 3);
+      for (const [colour, line] of [[hue.ground, 5], [hue.select, 3]]) {  // last: what follows in the row is below it
+        c.strokeStyle = colour; c.lineWidth = line; c.strokeRect(from, y + 1, wide, height - 2);
       }
     }
   },
@@ -227,7 +241,7 @@ const timeline = {
   tell(view, spot) { const found = this.at(view, spot); return found && words(found.lane, found.run, found.index); },
   pick(view, spot) { const found = this.at(view, spot); if (found) choose(view, found, false); },
   key(view, key) {
-    if (key === "Escape") { chosen = null; by("told").textContent = ""; view.later(); return true; }
+    if (key === "Escape") { chosen = null; by("told").textContent = HINT; view.later(); return true; }
     const steps = {ArrowLeft: -1, ArrowRight: 1};
     if (!(key in steps) && !["ArrowUp", "ArrowDown", "Home", "End"].includes(key)) return false;
     const shown = view.shown();
@@ -254,6 +268,11 @@ const timeline = {
     }
     if (index >= 0 && index < runs[run][lane.index].start.length) choose(view, {lane, run, index}, true);
     return true;
+  },
+  middle() {  // of what is chosen
+    if (!chosen) return null;
+    const rows = runs[chosen.run][chosen.lane.index];
+    return (rows.start[chosen.index] + rows.end[chosen.index]) / 2;
   },
   start(shown) {
     const lane = shown.find(each => runs.planned[each.index].start.length);
@@ -290,7 +309,8 @@ const memory = {
     const own = data.memory[lane.index], most = Math.max(lane.most, 1), scale = (lane.height - 6) / most;
     const bottom = lane.y + lane.height - 2;
     c.fillStyle = hue.idle; c.fillRect(GUTTER, lane.y + 4, view.plot(), lane.height - 6);
-    const first = Math.max(0, this.before(own, shared.from));
+    const first = Math.max(0, this.before(own, shared.from)), scaled = devicePixelRatio || 1;
+    const whole = x => Math.round(x * scaled) / scaled;  // to whole pixels: else seams are seen between two of them
     let done = -1;
     for (let i = first; i < own.time.length && own.time[i] <= shared.until; i++) {
       const x = Math.max(GUTTER, view.x(own.time[i]));
@@ -300,11 +320,11 @@ const memory = {
         if (own.totals[own.level[j]] > own.totals[level]) level = own.level[j];
         j++;
       }
-      const end = j < own.time.length ? view.x(own.time[j]) : view.x(shared.whole);
+      const end = whole(j < own.time.length ? view.x(own.time[j]) : view.x(shared.whole));
       let y = bottom;
       for (const [term, value] of own.levels[level].entries()) {
         const height = value * scale;
-        stacked(c, hue[TERMS[term]], x, y, Math.max(end - x, 0.6), height); y -= height;
+        stacked(c, hue[TERMS[term]], whole(x), y, Math.max(end - whole(x), 0.6), height); y -= height;
       }
       i = j - 1;
     }
@@ -361,8 +381,8 @@ function drawLayers() {
     c.strokeStyle = hue.text; c.lineWidth = 1; c.setLineDash([3, 3]); c.beginPath(); c.moveTo(from, 14); c.lineTo(from, 290);
     c.stroke(); c.setLineDash([]);
     c.fillStyle = hue.dim; c.textAlign = "center";
-    const text = until - from > 120 ? "stage " + i + ", device " + stage.device : until - from > 22 ? String(i) : "";
-    c.fillText(text, (from + until) / 2, 8);
+    const texts = ["stage " + i + ", device " + stage.device, String(i)];
+    c.fillText(texts.find(text => c.measureText(text).width + 4 < until - from) || "", (from + until) / 2, 8);
   });
   if (layerChosen !== null) {
     c.strokeStyle = hue.select; c.lineWidth = 2; c.strokeRect(GUTTER + layerChosen * each, 16, Math.max(each - 1, 2), 272);
@@ -433,6 +453,7 @@ function operationTable() {
 
 function begin() {
   readColours();
+  by("told").textContent = HINT;
   const measured = data.measured || [];
   shared.whole = Math.max(data.run.seconds, ...measured.map(each => each.seconds)) || 1;
   shared.until = shared.whole;
@@ -450,8 +471,8 @@ function begin() {
     for (const lane of lanes) if (lane.label.startsWith("link")) lane.hidden = !event.target.checked;
     view.later();
   };
-  by("closer").onclick = () => view.zoom(0.6);
-  by("farther").onclick = () => view.zoom(1 / 0.6);
+  by("closer").onclick = () => view.zoom(0.6, timeline.middle());
+  by("farther").onclick = () => view.zoom(1 / 0.6, timeline.middle());
   by("all").onclick = () => setWindow(0, shared.whole);
   by("operations-of").addEventListener("toggle", operationTable, {once: true});
   if (data.memory) {
