@@ -69,7 +69,7 @@ from deepspeed_partition.planner.weight_versions import FLUSH
 from deepspeed_partition.schedule.other_runtimes import megatron_layout, torch_csv
 from deepspeed_partition.versions import HostError
 
-TIMELINE_LABEL = len("device 100 ||")
+TIMELINE_LABEL = len("device 100 ||") + draw.BUSY
 """Columns beside those of a timeline."""
 DONE, CHECK_FAILED, BAD_INPUT, NO_PLAN_FITS, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -482,12 +482,12 @@ def show(plan: str, memory: bool, chain_file: str | None, as_json: bool) -> None
     width, colour = _width(), _colour()
     click.echo(draw.summary(made, width, colour=colour))
     room = max(40, width - TIMELINE_LABEL)
-    click.echo(draw.timeline(made, room, colour=colour), nl=False)
+    parts = [draw.timeline(made, room, colour=colour)] if draw.repeats_pattern(made) else []
     if made.step is not None:
         run = planned_run(made)
-        if run.is_step:
-            click.echo("\n" + draw.planned_timeline(run, made.platform, room, colour=colour), nl=False)
-        click.echo("\n" + draw.step_order(made, width), nl=False)
+        parts += [draw.planned_timeline(run, made.platform, room, colour=colour)] if run.is_step else []
+        parts += [order] if (order := draw.step_order(made, width)) else []
+    click.echo("\n".join(parts), nl=False)
 
 
 @cli.command()

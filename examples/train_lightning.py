@@ -158,7 +158,7 @@ def main() -> None:
     if trainer.is_global_zero:
         steps = MeasuredTimeline.load(timeline)
         print_report(strategy.plan, ranks, steps.compare(strategy.plan).measured_step_seconds)
-        print(measured_step(steps, width=68).rstrip())
+        print(measured_step(steps, width=63).rstrip())
         print(f"test accuracy {accuracy:.1%} after {epochs} epochs in {seconds:.0f} s")
         after, before = (max(rank.median_seconds for rank in each) for each in (ranks, others))
         pause = meter.pause_seconds()

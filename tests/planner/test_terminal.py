@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import pytest
 
-from deepspeed_partition import Chain, LayerProfile, Platform, make_plan
+from deepspeed_partition import Chain, LayerProfile, Platform, cli, make_plan
 from deepspeed_partition.planner.report import draw
 from deepspeed_partition.planner.report.comparison import COMPARED
 from deepspeed_partition.planner.report.frontier import Frontier
@@ -47,7 +47,7 @@ for command in {commands!r}:
 def long_chain() -> Chain:
     layers = (
         LayerProfile(
-            name=f"transformer.layers.{index}",
+            name=f"model.layers.{index}.post_attention_layernorm",
             type="TransformerBlock",
             forward_seconds=0.01234 + index % 3 / 1000,
             backward_seconds=0.02345,
@@ -108,12 +108,45 @@ def test_the_table_of_stages_has_every_column_and_every_layer(plain):
     bounds = [tuple(map(int, each.split(".."))) for each in ranges]
     assert bounds[0][0] == 0 and bounds[-1][1] == chain.num_layers
     assert all(first[1] == second[0] for first, second in pairwise(bounds))
-    assert all(f"transformer.layers.{stop - 1}" in text for _, stop in bounds)
+    names = [layer.name for layer in chain.layers]
+    assert all(names[layer] in text for start, stop in bounds for layer in (start, stop - 1)), "no name is broken"
     for word in ("stage", "device", "forward", "backward", "in flight", "layers", "= weights", "+ stash",
                  "+ buffers", "+ transient", "busy", "lower bound", "gap", "Bottleneck: ", "Memory: ",
                  "one period of", "one step, "):  # fmt: skip
         assert word in text, word
     assert all(f"\ndevice {device} " in text for device in range(NUM_DEVICES))
+    drawn = [line for line in text.splitlines() if re.match(r"(device|link) .*\|", line)]
+    assert len(drawn) > 2 * NUM_DEVICES and all(re.search(r"\| +\d+%$", line) for line in drawn), drawn
+
+
+def test_a_timeline_says_for_how_long_each_row_is_busy():
+    """Of links that were busy for 3 % of a step every character was drawn: each transfer is one at least."""
+    made = long_chain()
+    plan = make_plan(
+        made, Platform(num_devices=2, memory_bytes=10**12, bandwidth=1e12), [0, 20, 40], num_micro_batches=32
+    )
+    run = planned_run(plan, made)
+    rows = draw.planned_timeline(run, plan.platform, 40).splitlines()
+    shares = {each.place: each.share for each in busy(plan)}
+    for row in (row for row in rows if "|" in row):
+        place, drawn, share = row.split("|")
+        if place.startswith("device"):
+            assert share.strip() == f"{shares[place.strip()]:.0%}"
+        else:
+            assert drawn.count("-") > 30 and share.strip() == "0%"
+
+
+def test_a_pattern_that_a_step_does_not_repeat_is_not_drawn(tmp_path, capsys):
+    """Two stages on each of 16 devices: a period of 1.2 s was drawn above a step of 32 micro-batches in 3 s."""
+    plan, _ = planned(1)
+    assert plan.step is not None and draw.repeats_pattern(plan)
+    longer = plan.step.step_seconds / plan.step.num_micro_batches * 1.5
+    plan = replace(plan, period_seconds=longer, lower_bound_seconds=plan.lower_bound_seconds)
+    plan.save(tmp_path / "plan.json")
+    assert cli.run(["show", str(tmp_path / "plan.json")]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "of a pattern that the step does not repeat" in told
+    assert "one step, " in told and "one period of" not in told
 
 
 def test_a_row_of_a_comparison_is_one_line(plain):
@@ -187,8 +220,6 @@ def test_the_bottleneck_is_the_busiest_device_or_link():
 def test_pictures_have_what_the_tables_have(command, tmp_path, capsys):
     from xml.etree import ElementTree
 
-    from deepspeed_partition import cli
-
     long_chain().save(tmp_path / "chain.json")
     picture = tmp_path / "picture.svg"
     options = ["--devices", "4", "--bandwidth", "100GB/s", "--time-limit", "0.5", "--plot", str(picture), "--json"]
@@ -228,3 +259,15 @@ def test_one_slow_plan_does_not_hide_the_others_of_a_frontier():
     assert "logarithm" not in linear and {"0 s", "20 ms", "80 ms", "4 GB", "11 GB"} <= set(words), words
     alone = frontier_svg(Frontier(plans[:1], complete=True))
     assert alone.count("<circle") == 1
+
+
+def test_plans_in_a_row_with_one_cut_name_it_once():
+    """36 plans of one cut, with more and more recomputed, wrote it 36 times below their table."""
+    long = "model.layers.0.post_attention_layernorm"
+    _, plan = two_per_period()
+    plans = tuple(
+        replace(plan, period_seconds=seconds, peak_memory_bytes=(most,), chain=replace(plan.chain, name=long))
+        for seconds, most in ((1.0, 10**9), (1.5, 8 * 10**8), (2.5, 6 * 10**8))
+    )
+    told = draw.frontier_text(Frontier(plans, complete=True), 50)
+    assert told.count("0,1") == 1 and "1 GB to 600 MB  0,1" in told

@@ -228,8 +228,8 @@ def test_a_measured_step_is_drawn_with_each_operation_in_its_place():
     timeline = MeasuredTimeline(chain=plan.chain, devices=(0, 1), num_micro_batches=1, steps=(step,))
     assert measured_step(timeline, width=48).splitlines() == [
         "step 7, 12 s: = forward, # backward, - transfer, . idle",
-        "device 0 |F0.0====" + "." * 28 + "B0.0########|",
-        "device 1 |" + "." * 12 + "F1.0====B1.0########" + "." * 16 + "|",
-        "link 1>0 |" + "." * 32 + "----" + "." * 12 + "|",
-        "link 0>1 |" + "." * 8 + "----" + "." * 36 + "|",
+        "device 0 |F0.0====" + "." * 28 + "B0.0########|  42%",
+        "device 1 |" + "." * 12 + "F1.0====B1.0########" + "." * 16 + "|  42%",
+        "link 1>0 |" + "." * 32 + "----" + "." * 12 + "|   8%",
+        "link 0>1 |" + "." * 8 + "----" + "." * 36 + "|   8%",
     ]

@@ -6,6 +6,8 @@ import io
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
@@ -44,15 +46,28 @@ _STEP_COLUMNS = ("step", "step gap", "x best", "proved", "period", "gap", "sent"
 _OF_THE_PERIOD = ("gap", "sent")
 """Columns of steps that a narrow terminal has below the table."""
 REPLICATED_ROW = "replicated*"
+BUSY = len(" 100%")
+"""Columns behind each row of a timeline."""
 FILL = {"F": "=", "f": "=", "R": "+", "B": "#", "I": "#", "W": "%", "S": "-"}
 """Characters of a forward, a recomputation, a backward, the gradients of weights and a transfer in a timeline;
 idle time is a dot."""
 
 
 def summary(plan: Plan, width: int = WIDTH, *, colour: bool = False) -> str:
-    """Return the tables of a plan's stages and devices, and what it promises, as text."""
-    tables = "\n".join(_table_text(table, width, colour) for table in (stage_table(plan), device_table(plan)))
-    return f"{tables}\n" + sentences([*promises(plan), bottleneck_words(plan), memory_words(plan)], width)
+    """Return the tables of a plan's stages and devices, and what it promises, as text.
+
+    Where the names of layers do not fit beside the figures, they stand in a list below: no name is broken.
+    """
+    stages, names = stage_table(plan), ""
+    short = stage_table(plan, with_names=False)
+    if _natural_width(short) <= width < _natural_width(stages):
+        stages = short
+        pairs = [(f"stage {index}", _layer_names(stage)) for index, stage in enumerate(plan.stages)]
+        names = "\n" + _below(((label, text) for label, text in pairs if text), width)
+    devices = _table_text(device_table(plan), width, colour)
+    return f"{_table_text(stages, width, colour)}{names}\n{devices}\n" + sentences(
+        [*promises(plan), bottleneck_words(plan), memory_words(plan)], width
+    )
 
 
 def as_text(renderables: Iterable[object], width: int = WIDTH, *, colour: bool = False) -> str:
@@ -95,7 +110,9 @@ def headline(plan: Plan) -> str:
 
 def promises(plan: Plan) -> Iterator[str]:
     """Yield one line for each promise of a plan: period, lower bound, step."""
-    if plan.step is not None:
+    if not repeats_pattern(plan):
+        proof = "of a pattern that the step does not repeat"
+    elif plan.step is not None:
         proof = "of the steady state"
     elif not plan.proved:
         proof = "not proved"
@@ -138,6 +155,15 @@ def promises(plan: Plan) -> Iterator[str]:
                 else ""
             )
         )
+
+
+def repeats_pattern(plan: Plan) -> bool:
+    """Whether a run of the plan repeats its pattern.
+
+    The order of a step can be shorter than the periods of its micro-batches: it may have more of them in flight
+    than a pattern that repeats for ever in the same memory.
+    """
+    return plan.step is None or plan.step.step_seconds >= plan.period_seconds * plan.step.num_micro_batches
 
 
 def update_words(plan: Plan) -> str:
@@ -269,11 +295,18 @@ def _table(title: str | None = None) -> Table:
 
 
 def _table_text(table: Table, width: int, colour: bool) -> str:
-    """Return a table that fits into a terminal, but never without digits: a narrow terminal breaks its lines."""
+    """Return a table that fits into a terminal, but never without digits: a narrow terminal breaks its lines.
+
+    Its title may be wider than the table.
+    """
+    title, table.title = str(table.title or ""), None
     whole = as_text([table], 10**5)
-    if _letters(as_text([table], width)) == _letters(whole):
-        return as_text([table], width, colour=colour)
-    return as_text([table], max(map(len, whole.splitlines())), colour=colour)
+    if _letters(as_text([table], width)) != _letters(whole):
+        width = max(map(len, whole.splitlines()))
+    head = Text(sentences([title], width).rstrip(), "bold") if title else None
+    text = as_text([table] if head is None else [head, table], width, colour=colour)
+    table.title = title or None
+    return text
 
 
 def _letters(text: str) -> Counter[str]:
@@ -282,8 +315,11 @@ def _letters(text: str) -> Counter[str]:
 
 
 def _natural_width(table: Table) -> int:
-    """Return the columns that a table takes where nothing is broken."""
-    return max(map(len, as_text([table], 10**5).splitlines()))
+    """Return the columns that a table takes where nothing but its title is broken."""
+    title, table.title = table.title, None
+    columns = max(map(len, as_text([table], 10**5).splitlines()))
+    table.title = title
+    return columns
 
 
 def _add_columns(table: Table, *names: str) -> None:
@@ -292,14 +328,18 @@ def _add_columns(table: Table, *names: str) -> None:
         table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
 
 
-def stage_table(plan: Plan) -> Table:
-    """Table with a row for each stage."""
+def stage_table(plan: Plan, *, with_names: bool = True) -> Table:
+    """Table with a row for each stage.
+
+    Args:
+        with_names: name the first and the last layer of each stage, too.
+    """
     title = (
         f"{printable(plan.chain.name)}: {counted(plan.chain.num_layers, 'layer')} in "
         f"{counted(len(plan.stages), 'stage')} on {devices_words(plan.platform)}"
     )
     table = _table(title)
-    head, *rows = stage_rows(plan)
+    head, *rows = stage_rows(plan, with_names=with_names)
     for name in head:
         if name in ("layers", "recomputed"):  # the columns that shrink
             table.add_column(name, overflow="fold", min_width=len(name))
@@ -310,8 +350,12 @@ def stage_table(plan: Plan) -> Table:
     return table
 
 
-def stage_rows(plan: Plan) -> list[list[str]]:
-    """Return the names of the columns of a plan's stages, and the cells of each stage."""
+def stage_rows(plan: Plan, *, with_names: bool = True) -> list[list[str]]:
+    """Return the names of the columns of a plan's stages, and the cells of each stage.
+
+    Args:
+        with_names: name the first and the last layer of each stage, too.
+    """
     recomputes = any(stage.blocks for stage in plan.stages)
     versions = plan.versions if plan.treats_all_alike else None
     names = ["stage", "device", "forward", "backward", "in flight"]
@@ -330,7 +374,7 @@ def stage_rows(plan: Plan) -> list[list[str]]:
             format_seconds(durations.get(f"B{index}", halves)),
             str(stage.in_flight),
             *([] if versions is None else [str(versions.num_held(index))]),
-            _layers(stage),
+            _layers(stage) if with_names else _layers(replace(stage, layer_names=())),
             *([_recomputed(stage)] if recomputes else []),
         ])  # fmt: skip
     return rows
@@ -571,9 +615,15 @@ def frontier_text(frontier: Frontier, width: int = WIDTH, *, colour: bool = Fals
     table, rest = frontier_table(frontier), ""
     if _natural_width(table) > width:
         table = frontier_table(frontier, with_cuts=False)
-        cuts = ((format_bytes(frontier.memory_bytes(plan)), allocation_text(plan)) for plan in frontier.plans)
-        rest = "\n" + _below(cuts, width)
+        rest = "\n" + _below(_cuts_of(frontier), width)
     return _table_text(table, width, colour) + rest + "\n" + sentences([frontier_words(frontier).rstrip()], width)
+
+
+def _cuts_of(frontier: Frontier) -> Iterator[tuple[str, str]]:
+    """Yield for the memory of each plan where it cuts the chain; once for plans in a row that cut it alike."""
+    for text, alike in groupby(frontier.plans, allocation_text):
+        sizes = [format_bytes(frontier.memory_bytes(plan)) for plan in alike]
+        yield " to ".join(dict.fromkeys((sizes[0], sizes[-1]))), text
 
 
 def frontier_table(frontier: Frontier, *, with_cuts: bool = True) -> Table:
@@ -631,11 +681,15 @@ def allocation_text(plan: Plan) -> str:
 
 
 def _layers(stage: PlannedStage) -> str:
-    start, stop = stage.layers
+    return " ".join(["{}..{}".format(*stage.layers), _layer_names(stage)]).rstrip()
+
+
+def _layer_names(stage: PlannedStage) -> str:
+    """Return the names of the first and the last layer; empty where the plan has no names."""
     if not stage.layer_names:
-        return f"{start}..{stop}"
+        return ""
     first, last = printable(stage.layer_names[0]), printable(stage.layer_names[-1])
-    return f"{start}..{stop} {first}" + (f" .. {last}" if stop - start > 1 else "")
+    return first + (f" .. {last}" if stage.layers[1] - stage.layers[0] > 1 else "")
 
 
 def chain_text(chain: Chain, width: int = WIDTH, *, colour: bool = False) -> str:
@@ -706,11 +760,12 @@ def timeline(plan: Plan, width: int = 96, *, colour: bool = False) -> str:
         width: characters of the period.
         colour: whether to draw with the colours of a terminal.
     """
-    rows = _Rows((f"device {device}" for device in range(plan.platform.num_devices)), width)
+    period = plan.pattern_seconds
+    rows = _Rows((f"device {device}" for device in range(plan.platform.num_devices)), width, period)
     links = [operation.link for operation in plan.operations if operation.link is not None]
     for link in dict.fromkeys(tuple(sorted(link)) for link in links):
         rows.add("link {}-{}".format(*link))
-    several, period = plan.micro_batches_per_period > 1, plan.pattern_seconds
+    several = plan.micro_batches_per_period > 1
     for operation in plan.operations:
         place = f"device {operation.device}"
         if operation.link is not None:
@@ -719,7 +774,7 @@ def timeline(plan: Plan, width: int = 96, *, colour: bool = False) -> str:
         name += f"+{operation.shift}" if operation.shift else ""
         first = round(operation.start_seconds / period * width) if period else 0
         last = round((operation.start_seconds + operation.duration_seconds) / period * width) if period else 0
-        rows.draw(place, first, min(last, first + width), name)
+        rows.draw(place, first, min(last, first + width), name, operation.duration_seconds)
     what = f"pattern of {plan.micro_batches_per_period} micro-batches," if several else "period of"
     return rows.text(f"one {what} {format_seconds(period)}", colour)
 
@@ -732,7 +787,7 @@ def planned_timeline(run: PlannedRun, platform: Platform, width: int = 96, *, co
         colour: whether to draw with the colours of a terminal.
     """
     what = "one step" if run.is_step else f"{run.num_micro_batches} micro-batches"
-    rows = _Rows(places_of(run, platform), width)
+    rows = _Rows(places_of(run, platform), width, run.seconds)
     _draw_run(rows, run.operations, 0.0, run.seconds)
     return rows.text(f"{what}, {format_seconds(run.seconds)}", colour)
 
@@ -751,7 +806,7 @@ def measured_step(timeline: MeasuredTimeline, index: int = -1, width: int = 96, 
     step = timeline.steps[index]
     first = min(operation.start_seconds for operation in step.operations)
     seconds = max(operation.end_seconds for operation in step.operations) - first
-    rows = _Rows((f"device {device}" for device in sorted(set(timeline.devices))), width)
+    rows = _Rows((f"device {device}" for device in sorted(set(timeline.devices))), width, seconds)
     _draw_run(rows, sorted(step.operations, key=lambda each: (each.link or (), each.operation)), first, seconds)
     return rows.text(f"step {step.step}, {format_seconds(seconds)}", colour)
 
@@ -762,16 +817,17 @@ def _draw_run(rows: _Rows, operations: Iterable[TimedOperation], first: float, s
     for operation in operations:
         begin = round((operation.start_seconds - first) * scale)
         end = max(begin + 1, round((operation.end_seconds - first) * scale))
-        rows.draw(
-            place_of(operation), begin, min(end, rows.width), f"{operation.operation}.{operation.micro_batch}"
-        )
+        name = f"{operation.operation}.{operation.micro_batch}"
+        rows.draw(place_of(operation), begin, min(end, rows.width), name, operation.duration_seconds)
 
 
 class _Rows:
-    """Rows of a timeline: characters, and of each the kind of its operation."""
+    """Rows of a timeline: characters, of each the kind of its operation, and for how long each row is busy."""
 
-    def __init__(self, places: Iterable[str], width: int) -> None:
+    def __init__(self, places: Iterable[str], width: int, seconds: float) -> None:
         self.width = width
+        self.seconds = seconds
+        self.busy: dict[str, float] = {}
         self.cells: dict[str, list[str]] = {}
         self.kinds: dict[str, list[str]] = {}
         for place in places:
@@ -782,12 +838,13 @@ class _Rows:
         self.cells.setdefault(place, ["."] * self.width)
         self.kinds.setdefault(place, [" "] * self.width)
 
-    def draw(self, place: str, begin: int, end: int, name: str) -> None:
+    def draw(self, place: str, begin: int, end: int, name: str, seconds: float) -> None:
         """Draw an operation from a column to before another one; what is over the end goes on at the beginning.
 
         A name that does not fit is left out as a whole: half a name would be that of another operation.
         """
         self.add(place)
+        self.busy[place] = self.busy.get(place, 0.0) + seconds
         length = max(0, end - begin)
         label = name if len(name) <= length else ""
         for offset, cell in enumerate((label + FILL[name[0]] * length)[:length]):
@@ -795,23 +852,31 @@ class _Rows:
             self.kinds[place][(begin + offset) % self.width] = name[0]
 
     def text(self, head: str, colour: bool) -> str:
-        """Return the rows below a line that says what they are and what each character means."""
+        """Return the rows below a line that says what they are and what each character means.
+
+        At the end of each row stands which part of the time it is busy: a short operation has a whole character.
+        """
         kinds = {kind for row in self.kinds.values() for kind in row}
         more = (", + forward again" if "R" in kinds else "") + (", % gradients of weights" if "W" in kinds else "")
-        lines = [Text(f"{head}: = forward, # backward{more}, - transfer, . idle")]
         label = max(map(len, self.cells))
+        whole = self.width + label + len(" ||") + BUSY
+        lines = [Text(sentences([f"{head}: = forward, # backward{more}, - transfer, . idle"], whole).rstrip())]
         for place, row in self.cells.items():
             line = Text(f"{place:<{label}} |")
             for cell, kind in zip(row, self.kinds[place], strict=True):
                 line.append(cell, COLOURS.get(kind, "dim"))
-            lines.append(line.append("|"))
-        return as_text(lines, max(self.width + label + 3, len(lines[0])), colour=colour)
+            share = f"{self.busy.get(place, 0.0) / self.seconds:.0%}" if self.seconds else ""
+            lines.append(line.append(f"|{share:>{BUSY}}"))
+        return as_text(lines, whole, colour=colour)
 
 
 def step_order(plan: Plan, width: int = 100) -> str:
-    """Write the order of one step: a row for each device; ``F0.3`` is the forward of stage 0 on micro-batch 3."""
+    """Write the order of one step: a row for each device; ``F0.3`` is the forward of stage 0 on micro-batch 3.
+
+    Empty where no row would say even half of its order.
+    """
     assert plan.step is not None
-    rows = []
+    rows, most_told = [], 0.0
     for device, order in enumerate(plan.step.order):
         row = f"device {device} "
         for index, (operation, micro_batch) in enumerate(order):
@@ -819,7 +884,12 @@ def step_order(plan: Plan, width: int = 100) -> str:
             ending = f" and {left} more" if left else ""
             if len(row) + len(f" {operation}.{micro_batch}{ending}") > width:
                 row += f" and {left + 1} more"
+                most_told = max(most_told, index / len(order))
                 break
             row += f" {operation}.{micro_batch}"
+        else:
+            most_told = 1.0
         rows.append(row)
+    if most_told < 0.5:
+        return ""
     return "\n".join(["order of one step:", *rows]) + "\n"
