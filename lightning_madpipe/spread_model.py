@@ -144,7 +144,7 @@ class SpreadModel:
         pipeline.elsewhere.hide()
         pipeline.is_whole = False
         ignored = {*vars(self._lightning.module_class()), HOLDER}
-        self._copies = WeightCopies(module, lambda: named_owners(module), ignored, pipeline.elsewhere.lifted)
+        self._copies = WeightCopies(module, lambda: named_owners(module), ignored, pipeline)
         pipeline.when_layers_moved = self._follow_layers
         pipeline.when_layers_moved()
         self._say_what_is_beside(call)

@@ -665,6 +665,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
                     )
             except ValueError as error:
                 raise self._lightning.refusal(str(error)) from None
+            self._spread.copies.cut_to_own(optimizer, given, flattened=self.wraps_optimizer)
         else:
             config.pop("zero_optimization", None)  # which needs an optimizer
         layers = self.pipeline.layers_of_user
@@ -792,6 +793,18 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
                 "that step, as it has for the batch before. Let it call optimizer.step(closure=optimizer_closure) "
                 "for each batch; Trainer(accumulate_grad_batches=n) steps once for n batches"
             )
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Refuse to make the optimizer anew within a run: Lightning's other strategies do, where a hook asks.
+
+        Raises:
+            MisconfigurationException: always; the pipeline's engine makes its steps with the one of the beginning.
+        """
+        raise self._lightning.refusal(
+            "strategy.setup_optimizers() makes the optimizer anew, and the pipeline's engine steps with that of "
+            "the beginning of fit: put all parameters that may train later into a group in configure_optimizers, "
+            "with a learning rate of 0 that a hook sets later, or end this fit and call fit again"
+        )
 
     def _refuse_what_changed(self, trainer: Any) -> None:
         """Refuse what the engine took when it began, and a hook has set anew since."""

@@ -320,4 +320,4 @@ def _has_same(container: Any, contents: Any) -> bool:
     if not isinstance(container, dict):
         return bool(container == contents)
     pairs = zip(container.items(), contents.items(), strict=False)
-    return len(container) == len(contents) and all(key == old and now is was for (key, now), (old, was) in pairs)
+    return len(container) == len(contents) and all(key is old and now is was for (key, now), (old, was) in pairs)

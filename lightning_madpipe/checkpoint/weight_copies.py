@@ -1,26 +1,35 @@
 """Copies of the weights that a callback or the LightningModule keeps, such as a moving average of them.
 
-In hooks each rank sees the weights of its own layers. A dict that a hook fills by their names, or a list in their
-order, has the values for these alone. When layers move, their values move with them; when the whole model is put
-on every rank, these are whole, too. A dict or list that was made before the layers were spread loses what other
-ranks have. In a checkpoint the first rank of a pipeline writes them whole, and each rank that reads it gets those
-of its layers. Nothing of this takes time in a step: it happens where layers move.
+In hooks each rank sees the weights of its own layers. A dict that a hook fills by their names, by the weights
+themselves or by their ``id()``, or a list in their order or in that of an optimizer's groups, has the values for
+these alone. When layers move, their values move with them; when the whole model is put on every rank, these are
+whole, too. A list of the weights themselves has those of this rank. What was made before the layers were spread,
+or in ``configure_optimizers``, loses what other ranks have. Copies in another form stay as they are, which is
+said. In a checkpoint the first rank of a pipeline writes copies whole, and each rank that reads it gets those of
+its layers. Nothing of this takes time in a step: it happens where layers move.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from deepspeed_partition.code_names import LIBRARIES
+from deepspeed_partition.engine.pipeline.own_optimizers import OF_TORCH
 from deepspeed_partition.engine.pipeline.parts import tensors_by_name
+from deepspeed_partition.engine.pipeline.tied_copies import parameter_names
 from deepspeed_partition.engine.runtime.collectives import gather_objects
+from deepspeed_partition.engine.runtime.environment import announce
 from lightning_madpipe.checkpoint.whole_model import TensorInfo, passed_on
 from lightning_madpipe.compat.elsewhere import HiddenTensors
 from lightning_madpipe.module import PIPELINE, outside_pipeline
@@ -40,17 +49,31 @@ WAY_OUT = (
 )
 
 
+STAYS = (
+    "{places} of rank {rank} has weights, or copies of weights, of layers that were there before layers moved. "
+    "It is in a form that does not follow them, so that values may be taken for those of other layers: {way_out}"
+)
+"""What is said of copies that stay where they are."""
+
+Order = tuple[Any, ...]
+"""What a list is ordered by: ``("parameters", prefix, only_trained)``, as the module; ``("group", place)`` and
+``("groups",)``, as the optimizer; ``("list", place)``, as a list of weights that has an order of its own."""
+
+
 @dataclass(frozen=True, slots=True)
 class Values:
-    """A dict or list with a tensor for each of some weights."""
+    """A dict or list with a value for each of some weights: a tensor, or plain data with tensors in it."""
 
-    container: dict[str, Any] | list[Any]
+    container: dict[Any, Any] | list[Any]
     names: tuple[str, ...]
     """The full names of the weights in the LightningModule, in the container's order."""
-    prefix: str
+    prefix: str = ""
     """What the keys of a dict leave out of these names: those of a submodule begin there."""
-    only_trained: bool = False
-    """Whether a list leaves out what is frozen."""
+    order: Order = ("parameters", "", False)
+    keys: str = "name"
+    """What the keys of a dict are: a ``name``, the ``weight`` itself, or its ``id``."""
+    are_weights: bool = False
+    """Whether the values are the weights themselves."""
 
     def by_name(self) -> dict[str, Any]:
         values = self.container.values() if isinstance(self.container, dict) else self.container
@@ -64,7 +87,7 @@ class WeightCopies:
         module: The LightningModule.
         owners: Gives the callbacks and the module, with their names.
         ignored: Attributes of the module that its user does not set.
-        whole: A context in which all layers can be read.
+        pipeline: Its layers, with ``elsewhere``, which hides those of other ranks.
     """
 
     def __init__(
@@ -72,31 +95,153 @@ class WeightCopies:
         module: nn.Module,
         owners: Callable[[], Mapping[str, Any]],
         ignored: Collection[str],
-        whole: Callable[[], AbstractContextManager[Any]],
+        pipeline: Any,
     ) -> None:
         self._module, self._owners, self._ignored = module, owners, frozenset(ignored)
-        with whole():
+        self._pipeline = pipeline
+        with pipeline.elsewhere.lifted():
             self._all = _weights_of(module)
         self._own = self._all
         around = [f"{path}." for path, _ in outside_pipeline(module) if path]
         self._prefixes = ["", *around]
+        self._optimizer: Optimizer | None = None
+        # The names in each group of the optimizer on this rank, in its order.
+        self._grouped: list[tuple[str, ...]] = []
+        # The names in each list of weights that has an order of its own, on all ranks.
+        self._listed: dict[Order, tuple[str, ...]] = {}
+        self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._has_said_what_stays = False
+        self._learn_names()
+
+    def cut_to_own(
+        self, optimizer: Optimizer, given: Sequence[tuple[dict[str, Any], Sequence[Tensor]]], *, flattened: bool
+    ) -> None:
+        """Take what other ranks have out of the copies that ``configure_optimizers`` has made.
+
+        It sees the weights of all ranks, and hooks see those of their own.
+
+        Args:
+            optimizer: What it has made.
+            given: Its groups, each with the weights of all ranks that it was made with.
+            flattened: Whether DeepSpeed gives the optimizer flat tensors in the place of its weights. What it
+                keeps itself is left alone then.
+        """
+        self._optimizer = None if flattened else optimizer
+        self._own, own = self._all, self._own
+        self._grouped = [self._names_of(weights) for _, weights in given]
+        found = dict(self._found())
+        self._own = own
+        self._grouped = [tuple(name for name in names if name in own) for names in self._grouped]
+        for values in found.values():
+            self._lay(values, values.by_name())
 
     def follow(self, group: Any) -> None:
         """Give each copy what the layers of this rank are now. Collective over ``group``, a pipeline."""
-        before, self._own = self._own, _weights_of(self._module)
-        found = dict(self._found(before))
-        have = {place: set(values.names) & before.keys() for place, values in found.items()}
-        mine = have, {place: set(self._own) - set(values.names) for place, values in found.items()}
-        everyone = gather_objects(mine, group)
-        for place in dict.fromkeys(place for have, _ in everyone for place in have):
+        before = self._own
+        found = dict(self._found())
+        staying = {place: value for place, value in self._walk() if place not in found}
+        stays = sorted({_attribute(place) for place, value in staying.items() if self._is_of_weights(value)})
+        self._own = _weights_of(self._module)
+        self._learn_names()
+        mine = {
+            place: replace(values, container=type(values.container)(), names=tuple(before.keys() & values.names))
+            for place, values in found.items()
+        }
+        wants = {place: set(self._own) - set(values.names) for place, values in found.items()}
+        moved = before is not self._all and not self._pipeline.is_whole and before.keys() != self._own.keys()
+        everyone = gather_objects((mine, wants, self._grouped, stays if moved else []), group)
+        self._order_groups([grouped for _, _, grouped, _ in everyone])
+        self._order_lists([theirs for theirs, *_ in everyone])
+        here = self._tensors_here()
+        for place, like in {place: values for theirs, *_ in everyone for place, values in theirs.items()}.items():
             owners: dict[str, int] = {}
-            for rank, (theirs, _) in enumerate(everyone):
-                for name in theirs.get(place, ()):
+            for rank, (theirs, *_) in enumerate(everyone):
+                for name in theirs[place].names if place in theirs else ():
                     owners.setdefault(name, rank)
-            wanted = {name for _, wants in everyone for name in wants.get(place, ()) if name in owners}
-            arrived = self._exchange(found.get(place), wanted, owners, group)
-            if place in found:
-                self._lay(found[place], {**found[place].by_name(), **arrived}, self._own)
+            values = found.get(place)
+            if values is None and staying.get(place) == like.container:  # an empty one
+                values = replace(like, container=staying[place], names=())
+                wants[place] = set(self._own)
+            if like.are_weights:
+                arrived = {name: here[name] for name in owners if name in self._own}
+            else:
+                wanted = {name for _, theirs, *_ in everyone for name in theirs.get(place, ()) if name in owners}
+                wanted |= set(owners) if place not in found else set()
+                arrived = self._exchange(values, wanted, owners, group)
+            if values is not None:
+                self._lay(values, {**values.by_name(), **arrived})
+        self._say_what_stays([places for *_, places in everyone])
+
+    def _say_what_stays(self, places: Sequence[Sequence[str]]) -> None:
+        """Say once which copies are taken for those of other layers now.
+
+        Args:
+            places: Those of each rank of the pipeline.
+        """
+        for rank, stay in enumerate(places):
+            if stay and not self._has_said_what_stays:
+                self._has_said_what_stays = True
+                announce(STAYS.format(places=", ".join(stay), rank=rank, way_out=WAY_OUT), logging.WARNING)
+
+    # Names and orders
+
+    def _learn_names(self) -> None:
+        """Know the weights of all ranks by themselves, whoever has got hold of them."""
+        is_whole = self._pipeline.is_whole
+        with nullcontext() if is_whole else self._pipeline.elsewhere.lifted():
+            for name, tensor in _named_tensors(self._module):
+                self._names.setdefault(tensor, name)
+
+    def _tensors_here(self) -> dict[str, Tensor]:
+        return dict(_named_tensors(self._module))
+
+    def _names_of(self, weights: Sequence[Tensor]) -> tuple[str, ...]:
+        return tuple(self._names[weight] for weight in weights if weight in self._names)
+
+    def _order_groups(self, everyone: Sequence[Sequence[tuple[str, ...]]]) -> None:
+        """Know the order of this rank's weights in each group, as :class:`ParameterGroups` makes it."""
+        order = list(self._own)
+        if not self._pipeline.is_whole:
+            order = [*self._names_of(list(parameter_names(self._pipeline))), *order]
+        members = [{name for names in ranks for name in names} for ranks in zip_longest(*everyone, fillvalue=())]
+        self._grouped = [tuple(dict.fromkeys(name for name in order if name in group)) for group in members]
+
+    def _order_lists(self, everyone: Sequence[Mapping[str, Values]]) -> None:
+        """Know the order of lists that have one of their own: they were whole once, or each rank made a part."""
+        for theirs in everyone:
+            for values in theirs.values():
+                if values.order[0] == "list":
+                    known = self._listed.get(values.order, ())
+                    new = [name for name in values.names if name not in known]
+                    self._listed[values.order] = (*known, *new)
+
+    def _sequences(self, own: Mapping[str, Weight]) -> Iterator[tuple[Order, tuple[str, ...]]]:
+        """The orders in which a list may have something for each weight of ``own``, with the names."""
+        for prefix in self._prefixes:
+            for only_trained in (False, True):
+                yield (
+                    ("parameters", prefix, only_trained),
+                    tuple(
+                        name
+                        for name, weight in own.items()
+                        if name.startswith(prefix) and weight.is_listed and weight.trains >= only_trained
+                    ),
+                )
+        for place, names in enumerate(self._grouped):
+            yield ("group", place), names
+        yield ("groups",), tuple(name for names in self._grouped for name in names)
+
+    def _ordered(self, order: Order, names: Collection[str]) -> list[str]:
+        """Those of ``names`` that this rank has, in an order."""
+        kind, *rest = order
+        first: tuple[str, ...] = ()
+        if kind == "list":
+            first = self._listed.get(order, ())
+        elif kind == "group":
+            first = self._grouped[rest[0]]
+        elif kind == "groups":
+            first = tuple(name for group in self._grouped for name in group)
+        return list(dict.fromkeys(name for name in (*first, *self._own) if name in names and name in self._own))
 
     # Copies in the state of a checkpoint
 
@@ -106,11 +251,11 @@ class WeightCopies:
         On the others they stay as they are. Which weights each has is noted under ``COPIES``. Collective over
         ``group``, a pipeline.
         """
-        own = _weights_of(self._module)
+        sequences = list(self._sequences(_weights_of(self._module)))
         found = {
             place: values
             for place, container in _containers(state)
-            if (values := self._as_values(container, own)) is not None
+            if (values := self._as_values(container, sequences)) is not None
         }
         everyone = gather_objects({place: values.names for place, values in found.items()}, group)
         is_first = torch.distributed.get_rank(group) == 0
@@ -157,7 +302,7 @@ class WeightCopies:
             wanted = {name for theirs in wants for name in theirs.get(place, ()) if name in owners}
             arrived = self._exchange(found.get(place), wanted, owners, group)
             if place in found:
-                self._lay(found[place], {**found[place].by_name(), **arrived}, own)
+                self._lay(found[place], {**found[place].by_name(), **arrived})
 
     def _exchange(
         self,
@@ -167,31 +312,45 @@ class WeightCopies:
         group: Any,
         *,
         keeps: bool = True,
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Any]:
         """The values of ``wanted``, each from the rank that had its layer; on a rank that ``keeps`` them."""
         rank, arrived = torch.distributed.get_rank(group), {}
         own = {} if values is None else values.by_name()
-        names = sorted(wanted)
-        sent = {name: own[name] for name in names if owners[name] == rank}
-        mine = [TensorInfo(name, t.shape, t.dtype, t.requires_grad) for name, t in sent.items()]
-        described = {info.name: info for theirs in gather_objects(mine, group) for info in theirs}
-        for name in names:
+        device = next((tensor.device for value in own.values() for tensor in _tensors_in(value)), None)
+        sent = {name: own[name] for name in sorted(wanted) if owners[name] == rank}
+        described = {
+            name: (_with_tensors(value, iter(infos)), infos)
+            for theirs in gather_objects({name: _infos(value) for name, value in sent.items()}, group)
+            for name, (value, infos) in theirs.items()
+        }
+        for name in sorted(wanted):
+            form, infos = described[name]
             source = torch.distributed.get_global_rank(group, owners[name])
-            value = passed_on(sent.get(name), described[name], source, group, "every_rank", arrives=True)
-            if value is not None and name not in own and keeps:
-                arrived[name] = value.to(next((t.device for t in own.values()), value.device))
+            mine = list(_tensors_in(sent[name])) if name in sent else [None] * len(infos)
+            tensors = [
+                passed_on(tensor, info, source, group, "every_rank", arrives=True)
+                for tensor, info in zip(mine, infos, strict=True)
+            ]
+            if name not in own and keeps:
+                there = (tensor if device is None or tensor is None else tensor.to(device) for tensor in tensors)
+                arrived[name] = _with_tensors(form, there)
         return arrived
 
-    @staticmethod
-    def _lay(values: Values, by_name: Mapping[str, Any], own: Collection[str]) -> None:
-        """Let a container have what this rank has, in the order of the module's weights."""
-        kept = {name: by_name[name] for name in own if name in by_name}
+    def _lay(self, values: Values, by_name: Mapping[str, Any]) -> None:
+        """Let a container have what this rank has."""
+        names = self._ordered(values.order, by_name)
         if isinstance(values.container, list):
-            values.container[:] = kept.values()
+            values.container[:] = [by_name[name] for name in names]
             return
-        cut = len(values.prefix)
+        here = self._tensors_here() if values.keys != "name" else {}
+        keys = {
+            name: name[len(values.prefix) :] if values.keys == "name" else here[name]
+            for name in names
+            if values.keys == "name" or name in here
+        }
         values.container.clear()
-        values.container.update({name[cut:]: value for name, value in kept.items()})
+        for name, key in keys.items():
+            values.container[id(key) if values.keys == "id" else key] = by_name[name]
 
     # What is found
 
@@ -201,19 +360,68 @@ class WeightCopies:
             f"{place} ({type(value).__name__})" for place, value in self._walk() if is_copy(value, self._module)
         ]
 
-    def _found(self, own: Mapping[str, Weight]) -> Iterator[tuple[str, Values]]:
+    def _found(self) -> Iterator[tuple[str, Values]]:
+        """The containers that follow the layers, with what they have for the weights of ``self._own``.
+
+        Those of the weights themselves come first: what goes along with one has its order.
+        """
+        sequences = list(self._sequences(self._own))
+        later = []
         for place, value in self._walk():
-            values = self._as_values(value, own)
+            values = self._as_weights(place, value, sequences)
+            if values is None:
+                later.append((place, value))
+                continue
+            if values.order[0] == "list":
+                sequences.append((values.order, values.names))
+            yield place, values
+        for place, value in later:
+            values = self._as_keyed(value) or self._as_values(value, sequences)
             if values is not None:
                 yield place, values
 
     def _walk(self) -> Iterator[tuple[str, Any]]:
-        yield from walk(self._owners(), {id(self._module)}, self._ignored)
+        owners, visited = dict(self._owners()), {id(self._module)}
+        if self._optimizer is not None:
+            # The engine takes these along.
+            visited.update(id(vars(self._optimizer).get(name)) for name in OF_TORCH)
+            owners[type(self._optimizer).__name__] = self._optimizer
+        yield from walk(owners, visited, self._ignored)
 
-    def _as_values(self, value: Any, own: Mapping[str, Weight]) -> Values | None:
+    def _as_weights(self, place: str, value: Any, sequences: Sequence[tuple[Order, Any]]) -> Values | None:
+        """What a list or dict of the weights themselves has, each once."""
+        members = list(value.values()) if isinstance(value, dict) else value
+        if not isinstance(members, list) or not members:
+            return None
+        names = self._names_of([each for each in members if isinstance(each, Tensor)])
+        if len(names) != len(members) or len(set(names)) != len(names):
+            return None
+        if isinstance(value, list):
+            order = next((order for order, sequence in sequences if sequence == names), ("list", place))
+            return Values(value, names, order=order, are_weights=True)
+        for prefix in self._prefixes:
+            if [prefix + str(key) for key in value] == list(names):
+                return Values(value, names, prefix, are_weights=True)
+        return None
+
+    def _as_keyed(self, value: Any) -> Values | None:
+        """What a dict by the weights themselves, or by their ``id()``, has."""
+        if not isinstance(value, dict) or not value or not all(map(_is_plain, value.values())):
+            return None
+        if all(isinstance(key, Tensor) for key in value):
+            names = self._names_of(list(value))
+            keys = "weight"
+        elif all(type(key) is int for key in value):
+            by_id = {id(weight): name for weight, name in self._names.items()}
+            names, keys = tuple(by_id[key] for key in value if key in by_id), "id"
+        else:
+            return None
+        return Values(value, names, keys=keys) if len(names) == len(value) else None
+
+    def _as_values(self, value: Any, sequences: Sequence[tuple[Order, tuple[str, ...]]]) -> Values | None:
         if isinstance(value, dict):
             return self._as_dict(value)
-        return self._as_list(value, own) if isinstance(value, list) else None
+        return self._as_list(value, sequences) if isinstance(value, list) else None
 
     def _as_dict(self, value: dict[Any, Any]) -> Values | None:
         if not value or not all(isinstance(k, str) and isinstance(t, Tensor) for k, t in value.items()):
@@ -227,20 +435,28 @@ class WeightCopies:
         known = self._all.get(name) or self._own.get(name)
         return name.startswith(f"{PIPELINE}.") or (known is not None and known.shape == tensor.shape)
 
-    def _as_list(self, value: list[Any], own: Mapping[str, Weight]) -> Values | None:
+    def _as_list(self, value: list[Any], sequences: Sequence[tuple[Order, tuple[str, ...]]]) -> Values | None:
         if not value or not all(isinstance(tensor, Tensor) for tensor in value):
             return None
         shapes = [tensor.shape for tensor in value]
-        for prefix in self._prefixes:
-            for only_trained in (False, True):
-                names = [
-                    name
-                    for name, weight in own.items()
-                    if name.startswith(prefix) and weight.is_listed and weight.trains >= only_trained
-                ]
-                if [own[name].shape for name in names] == shapes:
-                    return Values(value, tuple(names), prefix, only_trained)
+        for order, names in sequences:
+            weights = [self._own.get(name) or self._all.get(name) for name in names]
+            if [weight.shape for weight in weights if weight is not None] == shapes:
+                prefix = order[1] if order[0] == "parameters" else ""
+                return Values(value, names, prefix, order)
         return None
+
+    def _is_of_weights(self, value: Any) -> bool:
+        """Whether something has weights, or tensors of the forms of at least two of them."""
+        if isinstance(value, nn.Module):
+            return False
+        members = [*value, *value.values()] if isinstance(value, dict) else list(value)
+        tensors = [each for each in members if isinstance(each, Tensor)]
+        if any(tensor in self._names for tensor in tensors):
+            return True
+        forms = {weight.shape for weight in self._all.values() if weight.is_listed and len(weight.shape)}
+        shapes = {tensor.shape for tensor in tensors}
+        return len(shapes) > 1 and shapes <= forms and all(isinstance(each, Tensor) for each in members)
 
 
 def _owners_of(
@@ -286,13 +502,54 @@ class Weight:
 def _weights_of(module: nn.Module) -> dict[str, Weight]:
     """The parameters and buffers that can be read, by all of their names, in the order of ``state_dict()``."""
     listed = {name for name, _ in module.named_parameters()}
-    found = {}
+    return {
+        name: Weight(value.shape, value.requires_grad, name in listed) for name, value in _named_tensors(module)
+    }
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, part in module.named_modules(remove_duplicate=False):
         for own, value in (*part._parameters.items(), *part._buffers.items()):
             if value is not None:
-                name = f"{path}.{own}" if path else own
-                found[name] = Weight(value.shape, value.requires_grad, name in listed)
-    return found
+                yield f"{path}.{own}" if path else own, value
+
+
+# Values that hold tensors
+
+
+def _is_plain(value: Any, depth: int = DEPTH) -> bool:
+    """Whether a value is a tensor, a number or a text, or a dict, list or tuple of these."""
+    if isinstance(value, Tensor) or value is None or isinstance(value, bool | int | float | str):
+        return True
+    if not depth or type(value) not in (dict, list, tuple):
+        return False
+    members = [*value, *value.values()] if isinstance(value, dict) else value
+    return all(_is_plain(each, depth - 1) for each in members)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(each)
+
+
+def _infos(value: Any) -> tuple[Any, list[TensorInfo]]:
+    """A value with descriptions in the place of its tensors, and these in their order."""
+    infos = [TensorInfo("", t.shape, t.dtype, t.requires_grad) for t in _tensors_in(value)]
+    return _with_tensors(value, iter(infos)), infos
+
+
+def _with_tensors(value: Any, tensors: Iterator[Any]) -> Any:
+    """A value of the same form with other tensors in it."""
+    if isinstance(value, Tensor | TensorInfo):
+        return next(tensors)
+    if isinstance(value, dict):
+        return {key: _with_tensors(each, tensors) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_with_tensors(each, tensors) for each in value)
+    return value
 
 
 def walk(owners: Mapping[str, Any], visited: set[int], ignored: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
@@ -311,16 +568,29 @@ def _walk(place: str, value: Any, depth: int, visited: set[int]) -> Iterator[tup
     if isinstance(value, nn.Module):
         yield place, value
         return
-    if isinstance(value, dict | list):
+    if isinstance(value, dict | list | tuple):
         yield place, value
-    inner = value if isinstance(value, dict) else _attributes(value)
-    for key, child in list(inner.items()):
-        if not isinstance(child, Tensor):
+    for key, child in list(_inside(value).items()):
+        if not isinstance(child, Tensor | bool | int | float | str):
             yield from _walk(f"{place}.{key}", child, depth - 1, visited)
 
 
-def _attributes(value: Any) -> Mapping[str, Any]:
-    """The attributes of an object of the program; none of one that a library made, such as the Trainer."""
+def _attribute(place: str) -> str:
+    """The attribute in which a container stands."""
+    return ".".join(place.split(".")[:2])
+
+
+def _inside(value: Any) -> Mapping[Any, Any]:
+    """What is in a dict, list or tuple, or the attributes of an object of the program.
+
+    None of one that a library made, such as the Trainer, but for the states of an optimizer.
+    """
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    if isinstance(value, Optimizer):
+        return {"state": value.state}
     own = type(value).__module__.partition(".")[0] not in LIBRARIES
     return vars(value) if own and hasattr(value, "__dict__") and not isinstance(value, type | Tensor) else {}
 

@@ -1064,6 +1064,20 @@ class GroupAdded(Module):
         self.optimizers().add_param_group({"params": list(self.head.parameters()), "lr": 0.01})
 
 
+class OptimizersSetUp(Module):
+    def on_train_start(self) -> None:
+        self.trainer.strategy.setup_optimizers(self.trainer)
+
+
+class ScheduledByOne(Module):
+    """Its schedule reads a weight that one rank has."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        rate = lambda _: 10 / float(self.head.weight.detach().abs().sum())  # noqa: E731
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, rate), "interval": "step"}]
+
+
 def own_ratio(host: Host) -> dict[str, Any]:
     recorder = cases.Recorder()
     trained(host, seeded(OfTheirOwn), recorder)
@@ -1098,14 +1112,15 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
         PlacesOfOptimizer, CountedPlacesOfOptimizer,
         WithSAM, EvaluatedTwice, WithLBFGS, LearnedWeights,
         StepsClippedRarely, StepLeftOut, FrozenAtRandom,
-        NormAfterStep, StepReplaced, StepReplacedByItself, ScheduledByWeights, StatesAsked, GroupAdded,
+        NormAfterStep, StepReplaced, StepReplacedByItself, ScheduledByWeights, ScheduledByOne, StatesAsked,
+        GroupAdded, OptimizersSetUp,
         RateOfWorld, SetOnRankZero, SetByRank, DecidedByBuffer, BufferLogged,
     ):  # fmt: skip
         run(build.__name__, build)
     run("LearnedWeightsOfFound", LearnedWeightsOfFound, strategy={"algorithm": None})
     run("ClampedInStep", ClampedInStep, strategy={"warmup_steps": 2})
     run("HeadClamped", HeadClamped, strategy={"warmup_steps": 2})
-    run("LooksAhead", LooksAhead, strategy={"warmup_steps": 2, "algorithm": [0, 6, 8]})
+    run("LooksAhead", LooksAhead, strategy={"warmup_steps": 2, "algorithm": [0, 6, 8], "stage": 1})
     run("HeadClamped measured", HeadClamped, strategy={"algorithm": "madpipe"})
     run("NormInEvaluation", NormInEvaluation, validation=cases.loader(21, seed=3))
     with lines() as said:

@@ -14,7 +14,7 @@ import random
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -158,7 +158,9 @@ def _found_reason(
     return None
 
 
-def kept_beside_state(optimizer: torch.optim.Optimizer, *, after_steps: bool = False) -> list[str]:
+def kept_beside_state(
+    optimizer: torch.optim.Optimizer, *, after_steps: bool = False, copies_follow: bool = False
+) -> list[str]:
     """Name what an optimizer keeps of its parameters outside of ``state``, which alone goes with them.
 
     Such as a list in the order of the groups, ``self.slow = [p.clone() for p in ...]``, or the states of another
@@ -167,6 +169,7 @@ def kept_beside_state(optimizer: torch.optim.Optimizer, *, after_steps: bool = F
     Args:
         optimizer: Any optimizer; those of torch keep nothing else.
         after_steps: Look at a copy that has made its first steps; else at the optimizer as it is now.
+        copies_follow: Whether the host takes along what goes with the groups: see :func:`goes_with_groups`.
 
     Returns:
         Expressions, such as ``self.slow``; none where a copy cannot make steps.
@@ -174,18 +177,48 @@ def kept_beside_state(optimizer: torch.optim.Optimizer, *, after_steps: bool = F
     if type(optimizer).__module__.partition(".")[0] == "torch":
         return []
     if not after_steps:
-        return list(_kept_in(optimizer))
+        return list(_kept_in(optimizer, copies_follow))
     try:
         with preserved_random_state(), _refused_collectives():
             trial = _Trial(optimizer)
             trial.run()
     except (TrialError, CommunicatesError):
         return []
-    return list(_kept_in(trial.optimizer))
+    return list(_kept_in(trial.optimizer, copies_follow))
 
 
-def _kept_in(optimizer: Any) -> Iterator[str]:
+def goes_with_groups(value: Any, groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a value has something for each parameter of an optimizer, in a form that tells for which one.
+
+    Such as ``[p.clone() for p in group["params"]]`` of one group or of all, lists of these, a dict by parameters
+    or by their ``id()``, and the states of another optimizer with the same parameters.
+
+    Args:
+        value: An attribute of the optimizer.
+        groups: Its ``param_groups``.
+    """
+    members = [list(group["params"]) for group in groups]
+    every = [weight for group in members for weight in group]
+    if isinstance(value, torch.optim.Optimizer):
+        return goes_with_groups(value.state, groups)
+    if isinstance(value, dict):
+        known = {id(weight) for weight in every}
+        return all((key if type(key) is int else id(key)) in known for key in value)
+    if not isinstance(value, list):
+        return False
+    if value and all(isinstance(each, list) for each in value):
+        return [_shapes(each) for each in value] == [_shapes(group) for group in members]
+    return _shapes(value) in ([_shapes(group) for group in members] + [_shapes(every)])
+
+
+def _shapes(values: Sequence[Any]) -> list[Any]:
+    return [each.shape if isinstance(each, Tensor) else None for each in values]
+
+
+def _kept_in(optimizer: Any, copies_follow: bool) -> Iterator[str]:
     for name, value in vars(optimizer).items():
+        if copies_follow and goes_with_groups(value, optimizer.param_groups):
+            continue
         if name not in OF_TORCH and _holds_tensors(value, id(optimizer.state), DEPTH):
             yield f"self.{name}"
     for place, group in enumerate(optimizer.param_groups):
@@ -321,6 +354,9 @@ class _Trial:
         for weight in given:
             memo.setdefault(id(weight), nn.Parameter(torch.zeros(())))
             _shorten_state(optimizer.state.get(weight), weight, memo)
+        for values, weights in _parallel(optimizer):
+            for value, weight in zip(values, weights, strict=True):
+                _shorten_state({"": value}, weight, memo)
         try:
             attributes = copy.deepcopy(
                 {name: value for name, value in vars(optimizer).items() if name not in NOT_COPIED}, memo
@@ -331,6 +367,7 @@ class _Trial:
         vars(self.optimizer).update(attributes)
         for table in HOOKS:
             vars(self.optimizer)[table] = OrderedDict()
+        self._parallel = list(_parallel(self.optimizer))
         for group in self.optimizer.param_groups:
             self._set_weights(group, [weight for weight in group["params"] if id(weight) in kept])
         self.weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
@@ -368,8 +405,16 @@ class _Trial:
 
     def _set_weights(self, group: dict[str, Any], weights: list[nn.Parameter]) -> None:
         group["params"] = weights
+        self._cut_parallel()
         if "param_names" in group:
             group["param_names"] = [f"weight_{place}" for place in range(len(weights))]
+
+    def _cut_parallel(self) -> None:
+        """Leave lists that go with the groups what they have for the parameters that are there."""
+        there = {id(weight) for group in self.optimizer.param_groups for weight in group["params"]}
+        for values, weights in self._parallel:
+            kept = [(value, weight) for value, weight in zip(values, weights, strict=True) if id(weight) in there]
+            values[:], weights[:] = [value for value, _ in kept], [weight for _, weight in kept]
 
     def flatten(self) -> None:
         """Put two flat pieces in the place of each parameter."""
@@ -417,6 +462,23 @@ NOT_COPIED = ("step",)
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """The attributes in which torch (2.4 to 2.13) keeps the hooks of an optimizer's step."""
+
+
+def _parallel(optimizer: Any) -> Iterator[tuple[list[Any], list[nn.Parameter]]]:
+    """The lists of an optimizer that have a tensor for each parameter of a group, or of all, with these."""
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    every = [weight for group in groups for weight in group]
+    for name, value in vars(optimizer).items():
+        if name in OF_TORCH or not isinstance(value, list) or not value:
+            continue
+        if all(isinstance(each, list) for each in value):
+            if [_shapes(each) for each in value] == [_shapes(group) for group in groups]:
+                yield from zip(value, groups, strict=True)
+            continue
+        for weights in (every, *groups):
+            if weights and _shapes(value) == _shapes(weights):
+                yield value, list(weights)
+                break
 
 
 def _of_two_kinds(weights: Sequence[nn.Parameter]) -> Iterator[nn.Parameter]:

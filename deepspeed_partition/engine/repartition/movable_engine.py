@@ -193,14 +193,15 @@ class MovingEngine(AnyPlanEngine):
         """
         optimizer = self.basic_optimizer
         is_one = isinstance(optimizer, torch.optim.Optimizer)
-        mine = kept_beside_state(optimizer, after_steps=after_steps) if is_one else []
+        follow = self.copies_follow and self.optimizer is optimizer
+        mine = kept_beside_state(optimizer, after_steps=after_steps, copies_follow=follow) if is_one else []
         kept = list(dict.fromkeys(name for names in gather_objects(mine) for name in names))
         if kept:
             raise RuntimeError(
                 f"the optimizer of the pipeline is {type(optimizer).__name__}, which keeps tensors of parameters "
                 f"in {', '.join(kept)}, and when layers move to other ranks that does not go with them: keep it "
-                "in self.state[p], which goes with its parameter, or let no layer move after the first step "
-                "(warmup_steps=0, in Lightning warmup_epochs=0, and no recut())"
+                "in self.state[p], which goes with its parameter, or run a saved plan (the option plan), with "
+                "which no layer moves, and call no recut()"
             )
 
     def _is_scheduler_assigned(self, knows_all: bool) -> tuple[bool, bool]:

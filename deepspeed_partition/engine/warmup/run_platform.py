@@ -15,7 +15,7 @@ from deepspeed_partition.engine.repairs import reduction_buffer_bytes
 from deepspeed_partition.engine.repartition.parameter_groups import another_like
 from deepspeed_partition.engine.runtime import accelerator
 from deepspeed_partition.engine.runtime.collectives import gather_objects
-from deepspeed_partition.engine.runtime.environment import announce
+from deepspeed_partition.engine.runtime.environment import announce, warn_once
 from deepspeed_partition.engine.runtime.transfers import HEADER_SIZE
 from deepspeed_partition.planner.units import format_bytes
 from deepspeed_partition.profiling.allocator import room_under_limits
@@ -132,9 +132,11 @@ def num_states(optimizer: torch.optim.Optimizer) -> int:
         trial = another_like(optimizer, [weight])
         trial.step()
     except Exception as error:  # somebody else's optimizer, on an input that it never expected
-        announce(
-            f"the optimizer {type(optimizer).__name__} could not be tried out ({error}): it is taken to keep "
-            f"{STATES_OF_ADAM} states per weight, as Adam does; the option weight_copies says better"
+        kind = type(optimizer).__name__
+        warn_once(
+            f"states of {kind}",
+            f"the optimizer {kind} could not be tried out ({error}): it is taken to keep {STATES_OF_ADAM} states "
+            "per weight, as Adam does; the option weight_copies says better",
         )
         return STATES_OF_ADAM
     return sum(value.numel() == 2 for value in trial.state[weight].values() if torch.is_tensor(value))

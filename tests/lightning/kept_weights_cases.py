@@ -1,0 +1,138 @@
+"""Weights and copies of them that a program keeps, in all forms, while layers move to another rank.
+
+Written like ``lightning_cases.py``.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.lightning import lightning_cases as cases
+from tests.lightning.hook_cases import LooksAhead, lines
+from tests.lightning.lightning_cases import Host, seeded
+
+MOVES_LATE = {"algorithm": [0, 2, 8], "warmup_steps": 3, "warmup_epochs": 0}
+
+
+def look_ahead(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Move slow weights half of the way to the fast ones, and these there."""
+    with torch.no_grad():
+        for fast, slow in pairs:
+            slow.lerp_(fast, 0.5)
+            fast.copy_(slow)
+
+
+class Kept(cases.Classifier):
+    """One kind of slow weights after the other, made wherever a program may make them."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        self.fast_at_first = list(self.parameters())
+        self.slow_at_first = [weight.detach().clone() for weight in self.fast_at_first]
+
+    def configure_optimizers(self) -> Any:
+        self.fast = list(self.parameters())
+        self.slow = [weight.detach().clone() for weight in self.fast]
+        self.matrices = [weight for weight in self.parameters() if weight.ndim > 1]
+        self.slow_matrices = [weight.detach().clone() for weight in self.matrices]
+        backwards = [*self.head.parameters(), *self.blocks.parameters(), *self.embed.parameters()]
+        groups = [{"params": [w for w in backwards if (w.ndim > 1) == flat]} for flat in (True, False)]
+        return torch.optim.SGD(groups, lr=0.3)
+
+    def group(self) -> list[nn.Parameter]:
+        return self.trainer.optimizers[0].param_groups[0]["params"]
+
+    def on_train_start(self) -> None:
+        self.slow_group = [weight.detach().clone() for weight in self.group()]
+        self.by_weight = {weight: weight.detach().clone() for weight in self.parameters()}
+        self.by_id = {id(weight): {"slow": [weight.detach().clone()], "times": 0} for weight in self.parameters()}
+        self.pairs = [(weight, weight.detach().clone()) for weight in self.parameters()]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        kind = self.global_step % 6
+        if kind == 0:
+            look_ahead(zip(self.fast, self.slow, strict=True))
+        elif kind == 1:
+            look_ahead(zip(self.matrices, self.slow_matrices, strict=True))
+        elif kind == 2:
+            look_ahead(zip(self.fast_at_first, self.slow_at_first, strict=True))
+        elif kind == 3:
+            look_ahead(zip(self.group(), self.slow_group, strict=True))
+        elif kind == 4:
+            look_ahead((weight, self.by_weight[weight]) for weight in self.parameters())
+        else:
+            for weight in self.parameters():
+                kept = self.by_id[id(weight)]
+                kept["times"] += 1
+                look_ahead([(weight, kept["slow"][0] * kept["times"])])
+
+
+class WithList(torch.optim.SGD):
+    """Keeps its slow weights in the order of its parameters."""
+
+    def __init__(self, weights: Any) -> None:
+        super().__init__(weights, lr=0.3)
+        self.slow = [weight.detach().clone() for group in self.param_groups for weight in group["params"]]
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        look_ahead(zip((w for group in self.param_groups for w in group["params"]), self.slow, strict=True))
+        return loss
+
+
+class Around(torch.optim.Optimizer):
+    """Wraps an optimizer, whose states are its own."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.states_of_inner = inner, inner.state
+        self.param_groups, self.defaults, self.state = inner.param_groups, inner.defaults, defaultdict(dict)
+        self.slow = [[weight.detach().clone() for weight in group["params"]] for group in self.param_groups]
+        for name in ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre"):
+            setattr(self, f"_optimizer_{name}_hooks", OrderedDict())
+        self._optimizer_load_state_dict_post_hooks: Any = OrderedDict()
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self.inner.step(closure)
+        for group, slow in zip(self.param_groups, self.slow, strict=True):
+            look_ahead(zip(group["params"], slow, strict=True))
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+class KeptByOptimizer(cases.Classifier):
+    def configure_optimizers(self) -> Any:
+        return WithList(self.parameters())
+
+
+class KeptAround(cases.Classifier):
+    def configure_optimizers(self) -> Any:
+        return Around(torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9))
+
+
+def kept_weights(host: Host) -> dict[str, Any]:
+    """Layers move after the third step."""
+    record = {}
+    for build in (Kept, KeptByOptimizer, KeptAround, LooksAhead):
+        recorder, module = cases.Recorder(), seeded(build)
+        with lines() as said:
+            trainer = host.trainer(recorder, strategy=MOVES_LATE)
+            trainer.fit(module, cases.loader(96))
+        if host.pipelined:
+            assert list(trainer.strategy.pipeline.parts) == [0, 2, 8]
+            stays = [line for line in said if "in a form that does not follow" in line]
+            is_first = trainer.global_rank == 0 and build is Kept
+            assert [line.partition(" of rank")[0] for line in stays] == (["self.pairs"] if is_first else [])
+        weights = {name: float(value.double().sum()) for name, value in module.state_dict().items()}
+        record[build.__name__] = {"rows": recorder.rows, "weights": weights}
+    return record
+
+
+SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [kept_weights], 4: []}
+ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [], 4: []}
