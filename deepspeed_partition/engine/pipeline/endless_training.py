@@ -30,6 +30,7 @@ from deepspeed_partition.engine.pipeline.batch_attempt import raise_everywhere
 from deepspeed_partition.engine.pipeline.batch_state import source_of
 from deepspeed_partition.engine.pipeline.endless_batches import EndlessAttempt, HeldByLayer, StateOfStages
 from deepspeed_partition.engine.pipeline.held_weights import (
+    FlatBuffers,
     FlatGradients,
     Gradients,
     Settings,
@@ -180,10 +181,9 @@ class EndlessTraining:
             self._weights = {stage: Weights(parameters[stage]) for stage in own}
         else:  # of all stages of the rank at once
             self._weights = dict.fromkeys(own, Weights(self._parameters, renew))
+        flat = FlatBuffers(optimizer) if isinstance(optimizer, BF16_Optimizer) else None
         self._gradients = {
-            stage: FlatGradients(parameters[stage], optimizer)
-            if isinstance(optimizer, BF16_Optimizer)
-            else Gradients(parameters[stage])
+            stage: Gradients(parameters[stage]) if flat is None else FlatGradients(parameters[stage], flat)
             for stage in own
         }
         self._oldest = dict.fromkeys(own, 0)

@@ -143,16 +143,43 @@ class Gradients:
         self._clear()
 
 
-class FlatGradients(Gradients):
-    """Gradients of one stage in the flat buffer of DeepSpeed's ``BF16_Optimizer``, which all batches share.
+class FlatBuffers:
+    """The flat gradients of DeepSpeed's ``BF16_Optimizer``, of all stages of a rank.
 
     Args:
-        optimizer: whose buffer holds them.
+        optimizer: which has them.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], optimizer: BF16_Optimizer) -> None:
+    def __init__(self, optimizer: BF16_Optimizer) -> None:
+        self.optimizer = optimizer
+        self._hidden: tuple[list[torch.Tensor], list[list[bool]]] | None = None
+
+    def hide(self) -> None:
+        """Let the optimizer's ``zero_grad()`` find nothing, which a program may call between two batches."""
+        if self._hidden is None:
+            has = [list(group) for group in self.optimizer.fp32_groups_has_gradients]
+            self._hidden = self.optimizer.fp32_groups_gradients_flat, has
+            self.optimizer.fp32_groups_gradients_flat = []
+
+    def show(self) -> None:
+        """Let the optimizer have its gradients again."""
+        if self._hidden is not None:
+            self.optimizer.fp32_groups_gradients_flat, has = self._hidden
+            self.optimizer.fp32_groups_has_gradients[:] = has
+            self._hidden = None
+
+
+class FlatGradients(Gradients):
+    """Gradients of one stage in flat buffers, which all batches share.
+
+    Args:
+        buffers: which hold them, and those of the rank's other stages.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], buffers: FlatBuffers) -> None:
         super().__init__(parameters)
         mine = {id(parameter) for parameter in parameters}
+        self._buffers, optimizer = buffers, buffers.optimizer
         self._optimizer = optimizer
         self._places = [
             (group, place)
@@ -162,9 +189,11 @@ class FlatGradients(Gradients):
         ]
 
     def put_aside(self) -> None:
-        """Leave the gradients in the buffer, where no program clears them by its parameters."""
+        """Leave the gradients in the buffer, where no program finds them."""
+        self._buffers.hide()
 
     def use(self, batch: int) -> None:
+        self._buffers.show()
         if batch == self._batch:
             return
         gradients, has = self._optimizer.fp32_groups_gradients, self._optimizer.fp32_groups_has_gradients
@@ -179,6 +208,7 @@ class FlatGradients(Gradients):
         self._batch = batch
 
     def forget(self) -> None:
+        self._buffers.show()
         self._aside.clear()
         self._batch = None
         for group, place in self._places:
