@@ -144,4 +144,13 @@ def test_shapes_are_told(boundary):
 
 def test_too_many_shapes_to_tell():
     with pytest.raises(RuntimeError, match="90 tensors cross one cut"):
-        Shapes.of((torch.zeros(1),) * 90).header()
+        Shapes.of(tuple(torch.zeros(1) for _ in range(90))).header()
+
+
+def test_a_header_tells_which_tensors_are_one():
+    one, other = torch.zeros(2, 3), torch.zeros(4, dtype=torch.int64)
+    for boundary in ((one, other, one), (one, one), (one, torch.zeros(2, 3))):
+        told = Shapes.from_header(Shapes.of(boundary).header())
+        assert told == Shapes.of(boundary)
+        made = told.empty(torch.device("cpu"))
+        assert [made[0] is each for each in made] == [one is each for each in boundary]

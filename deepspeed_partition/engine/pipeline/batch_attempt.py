@@ -216,7 +216,7 @@ class Batch:
             state.between[Message("F", stage, number)] = output
             if devices[stage] != devices[stage + 1]:
                 floating = tuple(tensor for tensor in tensors_of(output) if tensor.is_floating_point())
-                state.gradient_shapes[Message("B", stage, number)] = Shapes.of(floating)
+                state.gradient_shapes[Message("B", stage, number)] = Shapes.of_gradients(floating)
             return
         state.between.pop(Message("B", stage, number), None)
         if stage > 0:

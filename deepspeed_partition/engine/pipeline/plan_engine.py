@@ -55,6 +55,7 @@ from deepspeed_partition.engine.runtime.autograd_boundary import (
     NoGradient,
     Noted,
     arrived_of,
+    detached,
     has_few_bytes,
     nothing,
     tagged,
@@ -665,16 +666,15 @@ class AnyPlanEngine(AnyBoundaryEngine):
         if not isinstance(outputs, torch.Tensor) or outputs.is_complex():
             _check_output(message, outputs)
         whole = outputs if isinstance(outputs, tuple) else (outputs,)
-        detached = tuple([tensor.detach() for tensor in whole])
-        state.between[message] = detached if isinstance(outputs, tuple) else detached[0]
+        leaving = state.between[message] = detached(outputs)
         if not torch.is_grad_enabled():
             return
         as_edges = self._is_plain and HAS_EDGES and has_few_bytes(whole)
         state.departed[slot] = DepartedEdges(outputs) if as_edges else Departed(outputs)
         if devices[message.boundary] != devices[message.boundary + 1]:
-            floating = tuple([tensor for tensor in detached if tensor.is_floating_point()])
+            floating = tuple([tensor for tensor in tensors_of(leaving) if tensor.is_floating_point()])
             gradient = Message("B", message.boundary, message.micro_batch)
-            state.gradient_shapes[gradient] = Shapes.of(floating)
+            state.gradient_shapes[gradient] = Shapes.of_gradients(floating)
 
     def _run_again(self, again: Compute, devices: Sequence[int]) -> None:
         """Run a forward again that kept nothing, before its backward would."""

@@ -71,6 +71,34 @@ def tensors_of(boundary: Boundary) -> tuple[torch.Tensor, ...]:
     return boundary if isinstance(boundary, tuple) else (boundary,)
 
 
+def has_twice(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether one tensor stands at two places."""
+    return len({id(tensor) for tensor in tensors}) < len(tensors)
+
+
+def first_places(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """For each tensor the first place at which it stands."""
+    places: dict[int, int] = {}
+    return tuple([places.setdefault(id(tensor), place) for place, tensor in enumerate(tensors)])
+
+
+def each_once(boundary: Boundary) -> Sequence[torch.Tensor]:
+    """The tensors of a boundary, each once."""
+    if isinstance(boundary, torch.Tensor):
+        return (boundary,)
+    return list({id(tensor): tensor for tensor in boundary}.values()) if has_twice(boundary) else boundary
+
+
+def detached(boundary: Boundary) -> Boundary:
+    """The tensors of a boundary without their graph; one that stands at two places is one again."""
+    if isinstance(boundary, torch.Tensor):
+        return boundary.detach()
+    if not has_twice(boundary):
+        return tuple([tensor.detach() for tensor in boundary])
+    without = {id(tensor): tensor.detach() for tensor in boundary}
+    return tuple([without[id(tensor)] for tensor in boundary])
+
+
 def has_few_bytes(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether tensors together have at most ``FEW_BYTES``."""
     return sum([tensor.nbytes for tensor in tensors]) <= FEW_BYTES
@@ -139,8 +167,10 @@ class Arrived:
         self._boundary: Boundary | None = boundary
         tensors = tensors_of(boundary)
         self._like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
-        self._caught: tuple[torch.Tensor | None, ...] = (None,) * len(self._like)
-        self._leaves = tensors if is_ours and has_few_bytes(tensors) else None
+        self._places = first_places(tensors) if has_twice(tensors) else None
+        """Where one tensor stands at two places: the layers change both where they change one."""
+        self._caught: tuple[torch.Tensor | None, ...] = (None,) * len(each_once(boundary))
+        self._leaves = each_once(boundary) if is_ours and has_few_bytes(tensors) else None
 
     def clone(self) -> Boundary:
         """Return the tensors themselves, once: DeepSpeed asks its inputs for clones, to run the stage on."""
@@ -154,13 +184,20 @@ class Arrived:
                 leaf.requires_grad_().clone() if leaf.is_floating_point() else leaf for leaf in self._leaves
             )
         else:
-            outputs = _Beginning.apply(torch.zeros((), requires_grad=True), self, *tensors_of(boundary))
-        return outputs if isinstance(boundary, tuple) else outputs[0]
+            outputs = _Beginning.apply(torch.zeros((), requires_grad=True), self, *each_once(boundary))
+        if not isinstance(boundary, tuple):
+            return outputs[0]
+        if self._places is None:
+            return outputs
+        of_place = dict(zip(dict.fromkeys(self._places), outputs, strict=True))
+        return tuple(of_place[place] for place in self._places)
 
     def catch(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Take the gradients of the floating tensors from a backward that does not come here."""
         caught = iter(gradients)
         each = tuple(next(caught) if dtype.is_floating_point else None for _, dtype, _ in self._like)
+        if self._places is not None:
+            each = tuple(each[place] for place in dict.fromkeys(self._places))
         if self._leaves is None:
             self._caught = each
         else:
@@ -174,6 +211,9 @@ class Arrived:
             no_gradient: Makes what is returned where no gradient came back.
         """
         caught = self._caught if self._leaves is None else [leaf.grad for leaf in self._leaves]
+        if self._places is not None:  # of a tensor at two places it is that of both, and given once
+            of_place = dict(zip(dict.fromkeys(self._places), caught, strict=True))
+            caught = [of_place.get(place) for place in range(len(self._places))]
         return tuple(
             no_gradient(shape, dtype, device) if gradient is None else gradient
             for (shape, dtype, device), gradient in zip(self._like, caught, strict=True)

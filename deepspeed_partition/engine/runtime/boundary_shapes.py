@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from deepspeed_partition.engine.runtime.autograd_boundary import Boundary, tensors_of
+from deepspeed_partition.engine.runtime.autograd_boundary import Boundary, first_places, has_twice, tensors_of
 from deepspeed_partition.schedule.instructions import Message, Program, Transfer
 
 HEADER_SIZE = 256
@@ -40,24 +40,38 @@ class Shapes:
 
     is_tuple: bool
     tensors: tuple[tuple[torch.Size, torch.dtype], ...]
+    same: tuple[int, ...] = ()
+    """For each tensor the first place of the same one, where a layer returns one twice; () where none is."""
     _marked_tensor: int | None = field(default=_NOT_LOOKED_FOR, compare=False, repr=False)
     _like: torch.Tensor | None = field(default=None, compare=False, repr=False)
     """One number that looks like the only tensor: making another one like it is half as long as by its shape."""
 
     @classmethod
     def of(cls, boundary: Boundary) -> Shapes:
+        """The shapes of an activation, with what it says of tensors that are one."""
         if isinstance(boundary, torch.Tensor):
             return _shapes(False, ((boundary.shape, boundary.dtype),))
-        return _shapes(True, tuple([(each.shape, each.dtype) for each in boundary]))
+        shapes = tuple([(each.shape, each.dtype) for each in boundary])
+        return _shapes(True, shapes, first_places(boundary) if has_twice(boundary) else ())
+
+    @classmethod
+    def of_gradients(cls, boundary: Boundary) -> Shapes:
+        """The shapes of gradients of an activation, of which each tensor has its own."""
+        return _shapes(True, tuple([(each.shape, each.dtype) for each in tensors_of(boundary)]))
 
     def header(self) -> torch.Tensor:
         """Encode as numbers: tuple or not, how many tensors, and of each the type, the dimensions, the shape.
+
+        Of one that is the same as another -1 less the place of that.
 
         Raises:
             RuntimeError: too many tensors or dimensions.
         """
         numbers = [int(self.is_tuple), len(self.tensors)]
-        for shape, dtype in self.tensors:
+        for place, (shape, dtype) in enumerate(self.tensors):
+            if self.same and self.same[place] != place:
+                numbers.append(-1 - self.same[place])
+                continue
             numbers += [PipelineEngine.DTYPE_TO_ID[dtype], len(shape), *shape]
         if len(numbers) > HEADER_SIZE:
             raise RuntimeError(
@@ -70,11 +84,17 @@ class Shapes:
     def from_header(cls, header: torch.Tensor) -> Shapes:
         numbers = iter(header.tolist())
         is_tuple, count = bool(next(numbers)), next(numbers)
-        tensors = []
-        for _ in range(count):
-            dtype, num_dimensions = PipelineEngine.ID_TO_DTYPE[next(numbers)], next(numbers)
+        tensors: list[tuple[torch.Size, torch.dtype]] = []
+        same = []
+        for place in range(count):
+            kind = next(numbers)
+            same.append(place if kind >= 0 else -1 - kind)
+            if kind < 0:
+                tensors.append(tensors[-1 - kind])
+                continue
+            dtype, num_dimensions = PipelineEngine.ID_TO_DTYPE[kind], next(numbers)
             tensors.append((torch.Size([next(numbers) for _ in range(num_dimensions)]), dtype))
-        return _shapes(is_tuple, tuple(tensors))
+        return _shapes(is_tuple, tuple(tensors), () if same == list(range(count)) else tuple(same))
 
     def empty(self, device: torch.device) -> Boundary:
         if not self.is_tuple:
@@ -84,7 +104,11 @@ class Shapes:
                 like = torch.empty((1,) * len(shape), dtype=dtype, device=device).expand(shape)
                 object.__setattr__(self, "_like", like)
             return torch.empty_like(like, memory_format=torch.contiguous_format)
-        return tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.tensors])
+        made: list[Any] = [
+            None if self.same and self.same[place] != place else torch.empty(shape, dtype=dtype, device=device)
+            for place, (shape, dtype) in enumerate(self.tensors)
+        ]
+        return tuple([made[self.same[place]] if each is None else each for place, each in enumerate(made)])
 
     @property
     def marked_tensor(self) -> int | None:
@@ -124,9 +148,11 @@ _Byte = ctypes.c_uint8
 
 
 @functools.lru_cache(maxsize=1024)
-def _shapes(is_tuple: bool, tensors: tuple[tuple[torch.Size, torch.dtype], ...]) -> Shapes:
+def _shapes(
+    is_tuple: bool, tensors: tuple[tuple[torch.Size, torch.dtype], ...], same: tuple[int, ...] = ()
+) -> Shapes:
     """Return the one object of these shapes: it is asked for with each message, and rarely for new ones."""
-    return Shapes(is_tuple, tensors)
+    return Shapes(is_tuple, tensors, same)
 
 
 class ShapesDifferError(RuntimeError):

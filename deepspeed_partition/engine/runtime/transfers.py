@@ -41,7 +41,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_partition.engine.runtime import accelerator, host_staging
-from deepspeed_partition.engine.runtime.autograd_boundary import Boundary, tensors_of
+from deepspeed_partition.engine.runtime.autograd_boundary import Boundary, each_once, tensors_of
 from deepspeed_partition.engine.runtime.boundary_shapes import (
     HEADER_SIZE,
     MARK_BYTES,
@@ -293,7 +293,8 @@ class Transfers:
             self._shapes[message.boundary].note(message.micro_batch, None, shapes)
             work, header = self._send_header(message, peer, shapes)
             self._headers.do(functools.partial(wait_holding, work, header, self.ranks[peer]))
-        tensors = [tensor.contiguous() for tensor in tensors_of(boundary) if tensor.numel()]
+        sent = each_once(boundary) if message.direction == "F" else tensors_of(boundary)
+        tensors = [tensor.contiguous() for tensor in sent if tensor.numel()]
         departures = self._threaded[peer]
         if self._on_streams:
             departures.start(message, self._ask_for_room(peer), self._when_there_is_room(tensors, peer))
@@ -313,6 +314,7 @@ class Transfers:
             elif expected is not shapes and expected != shapes:
                 self._send_aside(message, peer, boundary, shapes)
                 boundary = expected.marked(self._mark)
+            boundary = tuple(each_once(boundary))
         for tensor in boundary if isinstance(boundary, tuple) else (boundary,):
             if tensor.numel():
                 whole = tensor.contiguous()
@@ -320,7 +322,7 @@ class Transfers:
         self._departures[peer].add(message, leaving)
 
     def _send_aside(self, message: Message, peer: int, boundary: Boundary, shapes: Shapes) -> None:
-        tensors = [shapes.header(), *(each.contiguous() for each in tensors_of(boundary) if each.numel())]
+        tensors = [shapes.header(), *(each.contiguous() for each in each_once(boundary) if each.numel())]
         options: dict[str, Any] = {"group": self._sent_to[peer], "tag": _tag_aside(message)}
         self._departures[peer].add_aside(
             [(dist.isend(tensor, self.ranks[peer], **options), tensor) for tensor in tensors]
@@ -332,7 +334,7 @@ class Transfers:
         wait(dist.irecv(header, self.ranks[peer], **options), self.ranks[peer])
         shapes = Shapes.from_header(header)
         boundary = shapes.empty(self._device)
-        for tensor in tensors_of(boundary):
+        for tensor in each_once(boundary):
             if tensor.numel():
                 wait(dist.irecv(tensor, self.ranks[peer], **options), self.ranks[peer])
         return boundary, shapes
@@ -417,16 +419,15 @@ class Transfers:
     def _start_message(self, peer: int, message: Message, shapes: Shapes, was_told: bool) -> Posted:
         boundary = shapes.empty(self._device)
         if self._on_cpu and self.watch is None and not self.through_host:
-            tensors = boundary if isinstance(boundary, tuple) else (boundary,)
-            works = [self._start_receiving(each, peer) for each in tensors if each.numel()]
+            works = [self._start_receiving(each, peer) for each in each_once(boundary) if each.numel()]
             return Posted(boundary, works, shapes, was_told)
         start: Callable[[torch.Tensor], Any] = functools.partial(self._start_receiving, peer=peer)
         if self.through_host:
             start = functools.partial(host_staging.Arriving, receive=start, stream=self._stream)
         elif self._on_streams:
-            for tensor in tensors_of(boundary):  # whose memory belongs to the stream of the thread
+            for tensor in each_once(boundary):  # whose memory belongs to the stream of the thread
                 tensor.record_stream(self._computes_on)
-        works = [start(each) for each in tensors_of(boundary) if each.numel()]
+        works = [start(each) for each in each_once(boundary) if each.numel()]
         if self.watch is not None:
             works = self.watch(message, peer, boundary, works)
         return Posted(boundary, works, shapes, was_told)

@@ -241,15 +241,18 @@ def recomputed(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return ``function``, run again in the backward; on a copy, for it may change its input in place."""
 
     def run(inputs: Any) -> Any:
-        return function(_cloned(inputs))
+        return function(_cloned(inputs, {}))
 
     return functools.partial(checkpoint, run, use_reentrant=False)
 
 
-def _cloned(inputs: Any) -> Any:
+def _cloned(inputs: Any, known: dict[int, torch.Tensor]) -> Any:
+    """Copies of tensors; one that stands at two places is one again."""
     if isinstance(inputs, tuple | list):
-        return type(inputs)(map(_cloned, inputs))
-    return inputs.clone() if isinstance(inputs, torch.Tensor) else inputs
+        return type(inputs)([_cloned(each, known) for each in inputs])
+    if not isinstance(inputs, torch.Tensor):
+        return inputs
+    return known[id(inputs)] if id(inputs) in known else known.setdefault(id(inputs), inputs.clone())
 
 
 def can_recompute(function: Callable[[Any], Any]) -> bool:
