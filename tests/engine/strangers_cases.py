@@ -1186,7 +1186,7 @@ class ChangesOne(nn.Module):
 
 
 def a_tensor_that_is_returned_twice(_: Path) -> None:
-    """Across a cut it was two tensors, so that a change in place of the one left the other as it was: 3 to 13 % off.
+    """Across a cut it was two tensors: a change in place of the one left the other as it was, 3 to 13 % off.
 
     Few bytes and many, stages on one rank and on two, recomputed and in halves, of other sizes in between.
     """
