@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import astuple
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from deepspeed_partition.profiling import (
     measure_operations,
     measure_stage,
     profile_chain,
+    sharing,
 )
 from deepspeed_partition.profiling.links import _shared_seconds
 from tests.profiling.networks import networks
@@ -137,6 +139,24 @@ def of_a_subgroup() -> dict[str, Any]:
     return {"found": everywhere(found), "single": everywhere(single), "own": own.num_layers}
 
 
+def on_one_rank() -> dict[str, Any]:
+    """The first rank calls it alone; then by the way out that it is told; then all together."""
+    said: list[str] = []
+    sentence = own = None
+    network = [nn.Linear(8, 8)], torch.zeros(5, 8)
+    if dist.get_rank() == 0:
+        with (
+            patch.object(sharing, "SAID_AFTER_SECONDS", 0.05),
+            patch.object(sharing, "ENDS_AFTER_SECONDS", 0.2),
+            patch.object(sharing.logger, "warning", said.append),
+        ):
+            sentence = message_of(lambda: profile_chain(*network, **QUICK))
+        alone = dist.new_group([0], use_local_synchronization=True)
+        own = profile_chain(*network, group=alone, **QUICK).num_layers
+    dist.barrier()
+    return {"said": said, "sentence": sentence, "own": own, "all": profile_chain(*network, **QUICK).num_layers}
+
+
 def main(path: str) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
@@ -157,6 +177,7 @@ def main(path: str) -> None:
         "staged": whole_and_staged(),
         "errors": errors(),
         "subgroup": of_a_subgroup(),
+        "on one rank": on_one_rank(),
         "few": everywhere(sizes(profile_chain([nn.Linear(8, 8)], torch.zeros(5, 8), **QUICK))),
     }
     if dist.get_rank() == 0:
