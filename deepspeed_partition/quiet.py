@@ -5,8 +5,12 @@ To be called before the library is imported; needs none of them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import sys
 import warnings
+from collections.abc import Iterator
 
 USELESS = ("Setting accelerator to CPU. If you have GPU",)
 """Beginnings of lines of DeepSpeed's logger: that there is no GPU, on a CPU that the user has asked for."""
@@ -25,3 +29,28 @@ def leave_out_useless_lines() -> None:
         of_deepspeed.addFilter(_is_of_use)
     for message in OUTDATED:
         warnings.filterwarnings("ignore", message)
+
+
+@contextlib.contextmanager
+def without_lines_of_compilers() -> Iterator[None]:
+    """Hide what a compiler writes where DeepSpeed asks it which libraries there are.
+
+    DeepSpeed hides that itself, in the file of ``sys.stderr``; a notebook puts another one there, and the compiler
+    still writes to the standard error of the process.
+    """
+    standard_error = 2
+    try:
+        is_hidden = sys.stderr.fileno() == standard_error
+    except (AttributeError, OSError):  # there is none, or it is no file
+        is_hidden = False
+    if is_hidden:
+        yield
+        return
+    kept, nowhere = os.dup(standard_error), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, standard_error)
+    try:
+        yield
+    finally:
+        os.dup2(kept, standard_error)
+        os.close(kept)
+        os.close(nowhere)

@@ -18,6 +18,8 @@ import torch.distributed
 from deepspeed.accelerator import get_accelerator
 from torch.distributed.distributed_c10d import _get_default_store
 
+from deepspeed_partition.quiet import without_lines_of_compilers
+
 logger = logging.getLogger("deepspeed_partition.engine")
 
 LAST_MEETING = timedelta(seconds=10)
@@ -144,7 +146,9 @@ def prepare_cpu() -> None:
     on other accelerators it changes nothing.
     """
     if get_accelerator().device_name() == "cpu":
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        with without_lines_of_compilers():
+            operations = deepspeed.ops.__compatible_ops__  # DeepSpeed finds out now which there are
+        operations["deepspeed_shm_comm"] = False
         atexit.unregister(leave_together)
         atexit.register(leave_together)
 
