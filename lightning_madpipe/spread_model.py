@@ -18,6 +18,7 @@ from deepspeed_partition.engine.runtime.collectives import reduced
 from deepspeed_partition.engine.runtime.environment import announce, warn_once
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
 from deepspeed_partition.planner.units import format_bytes
+from deepspeed_partition.profiling.sources import users_names
 from lightning_madpipe.checkpoint.weight_copies import WAY_OUT, WeightCopies
 from lightning_madpipe.checkpoint.whole_model import LayersOfUser, can_be_whole
 from lightning_madpipe.compat.callback_patches import whole_module
@@ -139,6 +140,9 @@ class SpreadModel:
             pipeline.allow_calls = refuse_other_calls(module, call.attribute, self._lightning.refusal)
         if call.captured is not None:
             call.captured.let_reach(self._all_can_run)
+        for name, part in module.named_modules():
+            if name:
+                users_names[part] = f"self.{name}"
         # Not a child: the layers have the user's names, and no others.
         object.__setattr__(module, HOLDER, PipelineHolder(pipeline))
         pipeline.elsewhere.hide()

@@ -101,7 +101,7 @@ def measure_layer(
 ) -> tuple[MeasuredLayer, Boundary]:
     """Measure one layer on the input ``boundary``; return the measurement and the output, detached."""
     with _ready(layer, boundary, conditions) as built:
-        run = LayerRun(layer.name, built.call, boundary, conditions, finish)
+        run = LayerRun(layer.name, built.call, boundary, conditions, finish, built.modules)
         parameters = built.parameters()
         with gradients_kept(_parameters_elsewhere(run, parameters)):
             forward, backward, output = _time(run)
@@ -126,7 +126,9 @@ def measure_layer(
 def run_layer(layer: LayerSource, boundary: Boundary, conditions: Conditions) -> Boundary:
     """Return the output of one layer, detached; nothing is measured."""
     with _ready(layer, boundary, conditions) as built:
-        output, _ = LayerRun(layer.name, built.call, boundary, conditions).forward(receive(boundary)[0])
+        output, _ = LayerRun(layer.name, built.call, boundary, conditions, modules=built.modules).forward(
+            receive(boundary)[0]
+        )
     return detached(output)
 
 

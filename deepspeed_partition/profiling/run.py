@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -12,7 +12,7 @@ import torch
 
 from deepspeed_partition.profiling.boundaries import Boundary, describe, is_boundary, tensors_of
 from deepspeed_partition.profiling.devices import device_or_default
-from deepspeed_partition.profiling.sources import said
+from deepspeed_partition.profiling.sources import layer_in_words, said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +75,7 @@ class LayerRun:
 
     Args:
         finish: makes the scalar loss of the output, for the layer that ends the chain.
+        modules: of the layer, for which messages say what its user calls them.
     """
 
     def __init__(
@@ -84,8 +85,9 @@ class LayerRun:
         boundary: Boundary,
         conditions: Conditions,
         finish: Callable[[Any], Any] | None = None,
+        modules: Sequence[torch.nn.Module] = (),
     ) -> None:
-        self.name = name
+        self.name, self._modules = name, modules
         self.conditions = conditions
         self.boundary = boundary
         self._call = call
@@ -106,7 +108,7 @@ class LayerRun:
             self._blame(error, f"cannot take its input {describe(self.boundary)}", HANDED_OVER * beside)
         if not is_boundary(output):
             raise ValueError(
-                f"layer {self.name!r} returns {describe(output)} for the input {describe(self.boundary)}: "
+                f"layer {self._in_words()} returns {describe(output)} for the input {describe(self.boundary)}: "
                 f"a layer of a pipeline returns a tensor or a tuple of tensors"
             )
         if self._finish is None:
@@ -131,10 +133,13 @@ class LayerRun:
         except Exception as error:
             self._blame(error, f"fails in its backward for the input {describe(self.boundary)}")
 
+    def _in_words(self) -> str:
+        return layer_in_words(self.name, self._modules)
+
     def _blame(self, error: Exception, what: str, advice: str = "") -> NoReturn:
         if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
             raise error
-        raise ValueError(f"layer {self.name!r} {what}: {said(error)}{advice}") from error
+        raise ValueError(f"layer {self._in_words()} {what}: {said(error)}{advice}") from error
 
 
 def gradients_for(roots: tuple[torch.Tensor, ...], *, contiguous: bool = False) -> list[torch.Tensor]:

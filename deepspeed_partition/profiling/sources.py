@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from deepspeed_partition.layer_calls import unpacking
 
@@ -108,6 +109,29 @@ def is_layer_spec(layer: Any) -> bool:
     """Return whether a layer is DeepSpeed's ``LayerSpec``; where DeepSpeed was never imported, none can be."""
     module = sys.modules.get(PIPE_MODULE)
     return module is not None and isinstance(layer, module.LayerSpec)
+
+
+users_names: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""What the user of a host calls modules, such as ``self.net.1``: messages on layers say it, too."""
+MOST_NAMED = 3
+
+
+def layer_in_words(name: str, modules: Sequence[nn.Module]) -> str:
+    """A layer as messages name it: ``'1.Linear' (self.net.1)`` where its user has a name of his own for it."""
+    found = list(dict.fromkeys(each for module in modules for each in _names_within(module)))
+    if not found:
+        return repr(name)
+    more = ", ..." if len(found) > MOST_NAMED else ""
+    return f"{name!r} ({', '.join(found[:MOST_NAMED])}{more})"
+
+
+def _names_within(module: nn.Module) -> Iterator[str]:
+    """The name of a module, or those of the outermost ones within it that have one."""
+    if module in users_names:
+        yield users_names[module]
+        return
+    for child in module.children():
+        yield from _names_within(child)
 
 
 def said(error: BaseException) -> str:

@@ -160,6 +160,27 @@ class SamplingSequential(cases.SequentialClassifier):
         self.log("sample", self(torch.ones(1, cases.NUM_FEATURES)).sum())
 
 
+class _Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise RuntimeError("no backward here")
+
+
+class FailsInBackward(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Failing.apply(super().forward(x))
+
+
+class WithFailingBlock(cases.Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2] = FailsInBackward(cases.WIDTH, cases.WIDTH)
+
+
 def refusals(host: cases.Host) -> dict[str, Any]:
     lonely = DataLoader(TensorDataset(torch.zeros(16, 8)), batch_size=16, collate_fn=lambda items: {"size": 16})
     return {
@@ -193,6 +214,7 @@ def refusals(host: cases.Host) -> dict[str, Any]:
         "no tensors": refused(lambda: host.trainer().fit(cases.Classifier(), lonely)),
         "data": refused(lambda: host.trainer().fit(cases.Classifier(), shuffled_by_rank())),
         "memory": refused(lambda: fit_changed(host, cases.Classifier(), strategy={"memory": "1kB"})),
+        "failing": refused(lambda: fit_changed(host, WithFailingBlock(), strategy={"warmup_epochs": 0})),
     }
 
 
