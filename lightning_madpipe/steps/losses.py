@@ -229,8 +229,14 @@ def best_of(fitting: frozenset[Weight]) -> Weight | None:
 
 
 def error_in_words(error: float | None) -> str:
-    """How far the mean over micro-batches is off; a micro-batch in which nothing counts has no number."""
-    return f"{error or 0:.2%} off" if error is None or math.isfinite(error) else "not a number"
+    """What differs between the mean over micro-batches and the loss of the batch.
+
+    A micro-batch in which nothing counts has no number. Where the losses are the same, their gradients differ.
+    """
+    if error is None or not math.isfinite(error):
+        return "not a number"
+    shown = f"{error:.2%}"
+    return "the same, and its gradient is another one" if shown == "0.00%" else f"{shown} off"
 
 
 def in_words(weight: Weight) -> str:

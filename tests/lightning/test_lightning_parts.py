@@ -537,10 +537,16 @@ def test_a_metric_that_keeps_a_graph_is_copied_without_it() -> None:
 
 @pytest.mark.parametrize(
     "error, words",
-    [(0.0295, "2.95% off"), (None, "0.00% off"), (math.nan, "not a number"), (math.inf, "not a number")],
+    [
+        (0.0295, "2.95% off"),
+        (None, "not a number"),
+        (1e-6, "the same, and its gradient is another one"),
+        (math.nan, "not a number"),
+        (math.inf, "not a number"),
+    ],
 )
 def test_how_far_a_mean_is_off_is_a_number_or_none(error: float | None, words: str) -> None:
-    """It was once ``nan% off``."""
+    """It was once ``nan% off``, and ``0.00% off`` where the gradient alone differs."""
     assert error_in_words(error) == words
 
 
