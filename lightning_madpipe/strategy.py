@@ -321,6 +321,9 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """Arguments of the data's sampler: ranks of one pipeline read the same data, pipelines share it."""
+        if self._engine is None:  # a loader is made for an example of the data, from which layers are found
+            replicas = self.world_size // self._resolved_num_stages()
+            return {"num_replicas": replicas, "rank": self.global_rank % replicas}
         grid = self.pipeline.mpu()
         return {"num_replicas": grid.get_data_parallel_world_size(), "rank": grid.get_data_parallel_rank()}
 

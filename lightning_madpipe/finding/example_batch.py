@@ -1,14 +1,16 @@
 """An example of what a run's steps are given, read from its data before the data's loaders are there.
 
 The first samples of a data set are read in this process, without the loader's sampler and workers. The common
-random numbers and the loader's own are not drawn from. A stream that is given to the Trainer as it is, and can be
-read once, gets back what was read of it.
+random numbers and the loader's own are not drawn from, and what the data's own code counts, draws or keeps becomes
+what it was before: of what makes the loaders, data sets, samplers, functions that collate, and loaders of another
+class. A stream that is given to the Trainer as it is, and can be read once, gets back what was read of it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.utils._pytree import tree_map
@@ -16,9 +18,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
 
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
+from deepspeed_partition.profiling.attributes import HeldState
 
 STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 """The step that a run makes first, by the Trainer's function."""
+_MOST_BYTES = 2**20
+"""Bytes of the largest tensor or array that may be a state of the data's code."""
 
 
 def example_batch(trainer: Any, module: Any) -> Any:
@@ -29,8 +34,8 @@ def example_batch(trainer: Any, module: Any) -> Any:
     """
     run = str(trainer.state.fn.value)
     loop = trainer.fit_loop if run == "fit" else getattr(trainer, f"{run}_loop")
-    with preserved_random_state():
-        source = loop._data_source
+    source = loop._data_source
+    with preserved_random_state(), _state_of_data_kept([getattr(source.instance, source.name, None)]):
         loaders = source.dataloader()
         if run != "fit" and isinstance(loaders, list | tuple) and loaders:
             loaders = loaders[0]
@@ -52,22 +57,69 @@ def _is_loader(value: Any) -> bool:
 
 def _first_of(loader: Any) -> tuple[Any, Any]:
     """The first batch of a loader, and what stands for the loader where it can be read only once."""
+    if not isinstance(loader, DataLoader) and iter(loader) is loader:
+        batch = _next(loader, loader)
+        return batch, _Again(batch, loader)
+    with _state_of_data_kept(_called_for(loader)):
+        return _first_of_many(loader), None
+
+
+def _called_for(loader: Any) -> Iterator[Any]:
+    """Yield what is called where a loader is read."""
     if not isinstance(loader, DataLoader):
-        iterator = iter(loader)
-        batch = _next(iterator, loader)
-        return batch, _Again(batch, iterator) if iterator is loader else None
+        yield getattr(loader, "__iter__", None)
+        return
+    yield loader.collate_fn
+    for sampler in (loader.batch_sampler, loader.sampler):
+        yield getattr(sampler, "__iter__", None)
+    data = [loader.dataset]
+    for each in data:  # grows by the data sets that others are made of, as Subset and ConcatDataset are
+        for name in ("__getitem__", "__getitems__", "__iter__"):
+            yield getattr(each, name, None)
+        inner = [getattr(each, "dataset", None), *(getattr(each, "datasets", None) or ())]
+        data += [other for other in inner if other is not None and all(other is not known for known in data)]
+
+
+@contextmanager
+def _state_of_data_kept(called: Iterable[Callable[..., Any] | None]) -> Iterator[None]:
+    """Put back afterwards what functions of the data hold; large tensors and arrays are the data itself."""
+    held = HeldState(each for each in called if each is not None)
+    restore = held.remembered(buffers=True, copies=lambda value: bool(value.nbytes <= _MOST_BYTES))
+    try:
+        yield
+    finally:
+        restore(frozenset())
+
+
+def _first_of_many(loader: Any) -> Any:
+    """The first batch of a loader that can be read again."""
+    if not isinstance(loader, DataLoader):
+        _check_begins_again(loader)
+        return _next(iter(loader), loader)
     collates = loader._auto_collation
     if isinstance(loader.dataset, IterableDataset):
-        if iter(loader.dataset) is loader.dataset:
-            raise ValueError("the data is a stream that can be read once, and an example of it is needed")
+        _check_begins_again(loader.dataset)
         fetcher = _IterableDatasetFetcher(loader.dataset, collates, loader.collate_fn, drop_last=False)
-        return fetcher.fetch(range(loader.batch_size or 1) if collates else None), None
+        return fetcher.fetch(range(loader.batch_size or 1) if collates else None)
     number: Any = 0
     if collates and loader.batch_size is None:
         number = list(_next(iter(loader.batch_sampler), loader))  # type: ignore[arg-type]
     elif collates:
         number = list(range(min(loader.batch_size or 1, len(loader.dataset))))  # type: ignore[arg-type]
-    return _MapDatasetFetcher(loader.dataset, collates, loader.collate_fn, drop_last=False).fetch(number), None
+    return _MapDatasetFetcher(loader.dataset, collates, loader.collate_fn, drop_last=False).fetch(number)
+
+
+def _check_begins_again(data: Any) -> None:
+    """Refuse data that hands out one iterator each time, of which an example would be missing.
+
+    Raises:
+        ValueError: it does.
+    """
+    first = iter(data)
+    if iter(data) is first:
+        raise ValueError(
+            f"the data, a {type(data).__name__}, is a stream that can be read once, and an example of it is needed"
+        )
 
 
 def _next(iterator: Iterator[Any], data: Any) -> Any:

@@ -6,15 +6,16 @@ import copy
 import itertools
 import random
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Sampler, Subset, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
 from tests.choice import is_chosen
@@ -623,6 +624,92 @@ def own_generators(host: cases.Host) -> dict[str, Any]:
     return trained(host, OwnGenerators, cases.loader(NUM_SAMPLES))
 
 
+class ScaledSamples(Dataset):
+    """Its samples are scaled by numbers of its own."""
+
+    def __init__(self) -> None:
+        self.samples, self.draws, self.rng = cases.samples(NUM_SAMPLES, 2), 0, np.random.default_rng(3)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        self.draws += 1
+        return (self.samples[index][0] * float(self.rng.uniform(0.5, 1.5)) * (1 + self.draws % 3),)
+
+
+class InAnotherOrder(Sampler):
+    """Batches in the order of the number of its epochs."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES // 16
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.epoch += 1
+        order = list(range(NUM_SAMPLES))
+        random.Random(self.epoch).shuffle(order)
+        return (order[first : first + 16] for first in range(0, NUM_SAMPLES, 16))
+
+
+class ScaledBatches:
+    """A loader of another class, which counts its epochs and draws."""
+
+    def __init__(self, own: random.Random) -> None:
+        self.epoch, self.rng = 0, own
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        for batch, _ in cases.loader(NUM_SAMPLES, 16, self.epoch):
+            yield (batch * self.rng.uniform(0.5, 1.5),)
+
+
+class CountingData(pl.LightningDataModule):
+    """Everything of it counts, or draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.generator, self.factors = 0, torch.Generator().manual_seed(1), random.Random(4)
+
+    def train_dataloader(self) -> DataLoader:
+        self.calls += 1
+        ranks = self.trainer.distributed_sampler_kwargs  # type: ignore[union-attr]  # before there is a pipeline
+        assert ranks in (None, {"num_replicas": 1, "rank": 0}), ranks
+        part, _ = random_split(Subset(ScaledSamples(), range(NUM_SAMPLES)), [NUM_SAMPLES, 0], self.generator)
+
+        def collate(rows: list[Any]) -> Any:
+            return (torch.stack([row[0] for row in rows]) * self.factors.uniform(0.5, 1.5) * self.calls,)
+
+        return DataLoader(part, batch_sampler=InAnotherOrder(), collate_fn=collate)
+
+
+class FourBlocks(OwnGenerators):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return F.mse_loss(self(batch[0]), batch[0])
+
+
+def data_that_counts(host: cases.Host) -> dict[str, Any]:
+    """The example, from which layers are found, drew from data sets, samplers, loaders and what makes them."""
+    kept, order, own = ScaledSamples(), InAnotherOrder(), ScaledBatches(random.Random(5))
+    loader = DataLoader(ConcatDataset([kept]), batch_sampler=order)
+    found: dict[str, Any] = {}
+    for name, data in (("module", CountingData()), ("loader", loader), ("own", own)):
+        found |= {f"{name} {key}": value for key, value in trained(host, FourBlocks, data).items()}  # type: ignore[arg-type]
+    return found | {"counts": [kept.draws, order.epoch, own.epoch]}
+
+
+class OneIterator(IterableDataset):
+    """Hands out one iterator, whoever asks."""
+
+    def __init__(self) -> None:
+        self.stream = iter(cases.loader(NUM_SAMPLES))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.stream
+
+
 class NeedsAHook(OwnGenerators):
     """Reads what a hook of a batch sets."""
 
@@ -1087,7 +1174,7 @@ def refused_modules(host: cases.Host) -> dict[str, Any]:
         Noisy, NoCall, OtherOrder, ChangingCall, Branching, BranchingInside, BranchingLoss, Resized, Generating,
         Unequal, Attached, RateInForward, RateOfTrainer, Carrying, CarryingForBatches, CarryingByLayers,
         MixedWindow, ByChance, ByChanceFound, Adjacent, AdjacentInLayers, SparseRows, FeaturedDeciding,
-        NeedsAHook,
+        NeedsAHook, FourBlocks,
     ):  # fmt: skip
         if not is_chosen(build.__name__):
             continue
@@ -1106,6 +1193,8 @@ def refused_modules(host: cases.Host) -> dict[str, Any]:
         if issubclass(build, Adjacent):
             graph = (torch.eye(16), torch.randn(16, 8), torch.zeros(16, dtype=torch.long))
             data = DataLoader([graph], batch_size=None)  # type: ignore[arg-type]
+        if build is FourBlocks:
+            data = DataLoader(OneIterator(), batch_size=None)
         if build is SparseRows:
             data = DataLoader([(each[0].to_sparse(),) for each in cases.loader(16, 8)], batch_size=None)  # type: ignore[arg-type]
         validates = data if build in (OtherOrder, Generating) else None
@@ -1142,6 +1231,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         rate_in_step,
         copies_that_leave,
         own_generators,
+        data_that_counts,
     ],
     4: [],
 }

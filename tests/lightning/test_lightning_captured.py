@@ -67,6 +67,10 @@ def test_dropout_draws_from_the_seed(two: Records) -> None:
         ("RateOfTrainer", "asks for the optimizer or its rate at captured_cases.py:"),
         ("FeaturedDeciding", "the hook hook on self.blocks.0 writes self.features, which forward() of "),
         ("FeaturedDeciding", "let the elements return it"),
+        (
+            "FourBlocks",
+            "the data, a OneIterator, is a stream that can be read once, and an example of it is needed",
+        ),
         ("NeedsAHook", "at captured_cases.py:"),
         ("NeedsAHook", "before any hook of an epoch or a batch: set what it reads in __init__() or setup()"),
         ("Attached", "since self.encoder.gain.alpha has changed, the layers that were found of self()"),

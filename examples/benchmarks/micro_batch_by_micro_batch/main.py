@@ -50,8 +50,8 @@ VALUES = [
 """Stages, slots, micro-batches, forward, backward."""
 STEPS = [(5, 3, 15), (5, 3, 30), (5, 3, 60), (4, 2, 30), (8, 4, 32), (8, 4, 64)]
 PATTERNS = [(5, 3), (8, 4), (4, 2)]
-NUM_BOUNDS, NUM_PATTERNS = 200, 50
-SECONDS_EACH = {"steps": 8.0, "grid": 2.0}
+NUM_BOUNDS, NUM_PATTERNS, NUM_UNEQUAL = 200, 50, 60
+SECONDS_EACH = {"steps": 8.0, "unequal": 4.0, "grid": 2.0}
 """Most seconds of the processor for a plan."""
 WAYS: dict[str, dict[str, Any]] = {
     "whole": {"recompute": "never"},
@@ -145,12 +145,38 @@ def steps() -> Iterator[dict[str, Any]]:
         yield row
 
 
-def _step(chain: Chain, platform: Platform, algorithm: Any, m: int, **how: Any) -> float | None:
-    plan = make_plan(
-        chain, platform, algorithm, num_micro_batches=m, time_limit_seconds=SECONDS_EACH["steps"], **how
-    )
+def _step(chain: Chain, platform: Platform, algorithm: Any, m: int, part: str = "steps", **how: Any) -> float | None:
+    try:
+        plan = make_plan(
+            chain, platform, algorithm, num_micro_batches=m, time_limit_seconds=SECONDS_EACH[part], **how
+        )
+    except InfeasibleError:
+        return None
     assert not replay(plan, chain).violations
     return plan.step_seconds
+
+
+def unequal() -> Iterator[dict[str, Any]]:
+    """Yield steps of random chains of unequal layers, in each way to recompute, and their bound."""
+    for seed in range(NUM_UNEQUAL):
+        pick = random.Random(seed)
+        devices, m = pick.randint(2, 6), pick.choice([4, 8, 12, 16, 24])
+        chain = chain_of([
+            (pick.uniform(1, 3), pick.uniform(1, 6), pick.randint(10, 40), pick.randint(0, 4))
+            for _ in range(devices * pick.randint(1, 3))
+        ])  # fmt: skip
+        kept = [layer.stash_bytes or 0 for layer in chain.layers]
+        platform = Platform(
+            num_devices=devices, bandwidth=pick.choice([2.0, 20.0, FREE]), comm_buffers=2,
+            memory_bytes=int(pick.uniform(1.2, 4) * max(max(kept), sum(kept) / devices)) + 16,
+        )  # fmt: skip
+        row: dict[str, Any] = {"seed": seed, "devices": devices, "layers": len(kept), "micro_batches": m}
+        for way in ("never", "stage", "block", "micro-batch"):
+            row[way] = _step(chain, platform, "contiguous", m, "unequal", recompute=way)
+        row["all"] = _step(
+            in_halves(chain), platform, "contiguous", m, "unequal", recompute="micro-batch", split_backward=True
+        )
+        yield row
 
 
 def grid() -> Iterator[dict[str, Any]]:
@@ -209,7 +235,7 @@ def _period(chain: Chain, platform: Platform, how: dict[str, Any]) -> dict[str, 
 
 
 PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
-    "bounds": bounds, "patterns": patterns, "steps": steps, "grid": grid,
+    "bounds": bounds, "patterns": patterns, "steps": steps, "unequal": unequal, "grid": grid,
 }  # fmt: skip
 
 
