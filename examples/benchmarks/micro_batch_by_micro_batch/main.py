@@ -145,7 +145,9 @@ def steps() -> Iterator[dict[str, Any]]:
         yield row
 
 
-def _step(chain: Chain, platform: Platform, algorithm: Any, m: int, part: str = "steps", **how: Any) -> float | None:
+def _step(
+    chain: Chain, platform: Platform, algorithm: Any, m: int, part: str = "steps", **how: Any
+) -> float | None:
     try:
         plan = make_plan(
             chain, platform, algorithm, num_micro_batches=m, time_limit_seconds=SECONDS_EACH[part], **how
