@@ -279,6 +279,7 @@ def written_by_hooks(host: Host) -> dict[str, Any]:
 class SAM(torch.optim.SGD):
     """Evaluates the loss a second time, near by."""
 
+    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         with torch.enable_grad():
             closure()
@@ -295,6 +296,42 @@ class SAM(torch.optim.SGD):
 class WithSAM(Module):
     def configure_optimizers(self) -> Any:
         return SAM(self.parameters(), lr=0.1)
+
+
+class PoliteSAM(SAM):
+    """Asks whether there is a closure."""
+
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None:
+            return super().step(closure)
+        return torch.optim.SGD.step(self)
+
+
+class SlowedByLoss(torch.optim.SGD):
+    """Goes more slowly where the loss grows."""
+
+    before = float("inf")
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            if loss > self.before:
+                self.param_groups[0]["lr"] *= 0.5
+            self.before = float(loss)
+        super().step()
+        return loss
+
+
+class WithPoliteSAM(Module):
+    def configure_optimizers(self) -> Any:
+        return PoliteSAM(self.parameters(), lr=0.1)
+
+
+class WithSlowedByLoss(Module):
+    def configure_optimizers(self) -> Any:
+        return SlowedByLoss(self.parameters(), lr=0.1)
 
 
 class EvaluatedTwice(Module):
@@ -1110,7 +1147,7 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
         NormBeforeForward, StateInStep, StoppingAlone, StoppingTogether, EpochEndedAlone,
         OptimizerCounted, StatesCounted, CountedInStep, OptimizerRead,
         PlacesOfOptimizer, CountedPlacesOfOptimizer,
-        WithSAM, EvaluatedTwice, WithLBFGS, LearnedWeights,
+        WithSAM, WithPoliteSAM, WithSlowedByLoss, EvaluatedTwice, WithLBFGS, LearnedWeights,
         StepsClippedRarely, StepLeftOut, FrozenAtRandom,
         NormAfterStep, StepReplaced, StepReplacedByItself, ScheduledByWeights, ScheduledByOne, StatesAsked,
         GroupAdded, OptimizersSetUp,

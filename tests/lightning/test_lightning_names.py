@@ -316,6 +316,11 @@ def test_parameters_of_an_optimizer_that_are_read_one_by_one_are_not_told(two: R
         ("StepsWithClosure", "the step of AsksForClosure calls its closure without asking whether there is one"),
         ("WithSAM", "the step of SAM calls its closure without asking whether there is one"),
         ("WithSAM", "an optimizer that needs the loss a second time, such as SAM, cannot run in a pipeline"),
+        ("WithPoliteSAM", "the step of PoliteSAM calls its closure 2 times"),
+        (
+            "WithSlowedByLoss",
+            "SlowedByLoss does something else with a closure than without one, such as to follow",
+        ),
         ("EvaluatedTwice", "optimizer_step evaluates its closure a second time for a batch"),
         ("WithLBFGS", "a pipeline works with a torch optimizer whose step needs no closure"),
         ("LearnedWeights", "LearnedWeights has parameters outside its pipeline layers (weights; 1 in all)"),

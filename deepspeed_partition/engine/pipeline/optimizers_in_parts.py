@@ -127,7 +127,9 @@ def refuse_what_needs_all(engine: Any) -> None:
     if isinstance(optimizer, torch.optim.Optimizer) and not _is_known(optimizer):
         returned = "the optimizer of the pipeline is {kind}, "
         try:
-            reason = why_not_in_parts(optimizer, flattened=False, returned=returned, clipped=CLIPPING, drawn=DRAWN)
+            reason = why_not_in_parts(
+                optimizer, flattened=False, returned=returned, clipped=CLIPPING, drawn=DRAWN, with_closure=False
+            )
         except TrialError as error:
             warn_here(
                 f"whether the step of {type(optimizer).__name__} updates each parameter by itself could not be "

@@ -87,6 +87,7 @@ def why_not_in_parts(
     returned: str = RETURNED,
     clipped: str = CLIPPED,
     drawn: str = DRAWN_BY_NAME,
+    with_closure: bool = True,
 ) -> str | None:
     """Say why ``optimizer`` would train otherwise on the parameters of one rank; None if it would not.
 
@@ -96,6 +97,7 @@ def why_not_in_parts(
         returned: How sentences begin, with ``{kind}`` for its class.
         clipped: What clips the norm of all gradients without it, in words.
         drawn: What to do in the place of draws, in words.
+        with_closure: Whether one process gives its step a closure, which the engine of a pipeline does not.
 
     Returns:
         The sentence; None also where its step communicates with other ranks, whose parts it may bring together.
@@ -108,9 +110,9 @@ def why_not_in_parts(
     _tried_before.add(optimizer)
     try:
         with preserved_random_state(), _refused_collectives():
-            return _found_reason(
-                optimizer, flattened, returned.format(kind=type(optimizer).__name__), clipped, drawn
-            )
+            kind = type(optimizer).__name__
+            reason = _found_reason(optimizer, flattened, returned.format(kind=kind), clipped, drawn)
+            return _why_closure_matters(optimizer) if reason is None and with_closure else reason
     except CommunicatesError:
         return None
 
@@ -156,6 +158,40 @@ def _found_reason(
             "precision='32-true' and stage=0, or another optimizer"
         )
     return None
+
+
+def _why_closure_matters(optimizer: torch.optim.Optimizer) -> str | None:
+    """Say what the step does with a closure that it does not do without one."""
+    calls: list[float] = []
+
+    def with_losses(of_step: Callable[[int], float]) -> list[Tensor] | None:
+        calls.clear()
+
+        def closure() -> Tensor:
+            calls.append(of_step(len(calls)))
+            return torch.tensor(calls[-1])
+
+        try:
+            return _tried(optimizer, beside=False, closure=closure)
+        except TrialError:  # such as one that wants the loss to have a graph: what it does then is not known
+            return None
+
+    kind, plain = type(optimizer).__name__, _tried(optimizer, beside=False)
+    falling = with_losses(lambda step: 1 / (1 + step))
+    gives_none = "the engine of a pipeline, which has the gradients by then, gives none"
+    if len(calls) > NUM_STEPS:
+        return (
+            f"the step of {kind} calls its closure {len(calls) / NUM_STEPS:.3g} times, and {gives_none}: an "
+            "optimizer that needs the loss a second time, such as SAM, cannot run in a pipeline"
+        )
+    rising = with_losses(lambda step: 1.0 + step)
+    if all(found is None or _is_same(plain, found) for found in (falling, rising)):
+        return None
+    return (
+        f"the step of {kind} does something else with a closure than without one, such as to follow the loss, and "
+        f"{gives_none}: let its step do without; a learning rate may follow the loss by a scheduler, or in "
+        "on_train_batch_end, which has it in outputs['loss']"
+    )
 
 
 def kept_beside_state(
@@ -284,7 +320,13 @@ def _is_same_at(optimizer: torch.optim.Optimizer, size: float) -> bool:
     return _is_same(alone, _tried(optimizer, beside=True, size=size))
 
 
-def _tried(optimizer: torch.optim.Optimizer, *, beside: bool, size: float | None = None) -> list[Tensor]:
+def _tried(
+    optimizer: torch.optim.Optimizer,
+    *,
+    beside: bool,
+    size: float | None = None,
+    closure: Callable[[], Tensor] | None = None,
+) -> list[Tensor]:
     """How far every second parameter goes; with ``beside``, while the others have large gradients."""
     trial = _Trial(optimizer)
     if size is not None:
@@ -293,7 +335,7 @@ def _tried(optimizer: torch.optim.Optimizer, *, beside: bool, size: float | None
         trial.put_a_stranger_beside()
     if beside:
         trial.let_others_leap()
-    return trial.run()
+    return trial.run(closure)
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
