@@ -259,7 +259,7 @@ NAMED: dict[str, Sequence[str]] = {
     ],
     "test_examples.py": [
         "test_a_hugging_face_model_is_fine_tuned",
-        "test_training_prints_plan_and_measurements[deepspeed]",
+        "test_training_with_deepspeed_prints_plan_and_measurements",
         "test_factories_can_be_profiled_and_planned[gpt]",
     ],
     "test_vision_networks.py": [

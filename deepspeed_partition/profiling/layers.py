@@ -138,6 +138,7 @@ def measured_chain(
     device: torch.device,
     warn: Callable[[str], object],
     least_share: float = 0.0,
+    in_a_run: bool = False,
 ) -> Chain:
     """Join the measurements of all layers, in their order, to the chain of a model.
 
@@ -147,6 +148,7 @@ def measured_chain(
         device: where the layers were measured.
         warn: called with a sentence for each reading that is hard to believe.
         least_share: as for :func:`suspicious`.
+        in_a_run: as for :func:`suspicious`.
     """
     chain = Chain(
         name=name,
@@ -155,7 +157,7 @@ def measured_chain(
         micro_batch_size=micro_batch_size,
         hardware=hardware_name(device),
     )
-    for sentence in suspicious(chain, least_share):
+    for sentence in suspicious(chain, least_share, in_a_run=in_a_run):
         warn(sentence)
     return chain
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from deepspeed_partition.planner.problem import Chain
 
 
-def suspicious(chain: Chain, least_share: float = 0.0) -> list[str]:
+def suspicious(chain: Chain, least_share: float = 0.0, *, in_a_run: bool = False) -> list[str]:
     """Return a sentence for each reading of a measured chain that is hard to believe; none where all is well.
 
     Such readings are a forward of 0 seconds, a backward of 0 seconds of a layer that has trainable parameters,
@@ -15,6 +15,8 @@ def suspicious(chain: Chain, least_share: float = 0.0) -> list[str]:
     Args:
         least_share: part (0 to 1) of all seconds that those of wide spread make up at least, where that is said:
             what hardly counts may be known badly.
+        in_a_run: the layers were measured while they train. Then the sentence on spreads is as short as a line of
+            a terminal: nobody measures one layer again there.
     """
     sentences = []
     spreads: list[tuple[float, str, str, float, float]] = []
@@ -35,6 +37,9 @@ def suspicious(chain: Chain, least_share: float = 0.0) -> list[str]:
                 spreads.append((spread / median if median else 0.0, where, direction, median, spread))
     if spreads and sum(each[3] for each in spreads) >= least_share * chain.compute_seconds:
         _, where, direction, median, spread = max(spreads)
+        if in_a_run:
+            count = f"{len(spreads)} of {2 * len(chain.layers)} times"
+            return [*sentences, f"{count} vary by over half: warm up longer, on an idle machine"]
         others = len(spreads) - 1
         also = f" (so do {others} more of {2 * len(chain.layers)} times)" if others else ""
         sentences.append(

@@ -96,8 +96,7 @@ class Recorder:
             planned = found.planned_step_seconds
             announce(
                 f"{self._path}: {NUM_STEPS} steps of {format_seconds(found.measured_step_seconds)}"
-                + ("" if planned is None else f", planned {format_seconds(planned)}")
-                + ", without the optimizer"
+                + ("" if planned is None else f" ({format_seconds(planned)} planned)")
             )
 
 

@@ -150,7 +150,7 @@ class PendingPlan:
             announce(f"{where} (until now: {before})", logging.DEBUG)
             announce(f"{moved}; {took}")
         else:
-            announce(f"{where}, as before: {took}")
+            announce(f"no layer moved; {took}")
 
     # Checkpoints
 

@@ -395,6 +395,7 @@ def _plan(
         device=engine.device,
         warn=lambda sentence: announce(sentence, logging.WARNING),
         least_share=BADLY_KNOWN_SHARE,
+        in_a_run=True,
     )
     needs = [report.needs for report in reports if report.needs is not None]
     if needs and options.weight_copies is None:

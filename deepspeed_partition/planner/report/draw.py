@@ -104,7 +104,7 @@ def headline(plan: Plan) -> str:
     return (
         f"the plan ({printable(plan.algorithm)}) cuts {plan.chain.num_layers} layers at {plan.boundaries}{devices}"
         f": a {what} of {format_seconds(time)}{at_least}, at most {format_bytes(max(plan.peak_memory_bytes))} of "
-        f"{format_bytes(plan.platform.memory_bytes)} on a device"
+        f"{format_bytes(plan.platform.memory_bytes)}"
     )
 
 
