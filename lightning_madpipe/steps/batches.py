@@ -233,6 +233,37 @@ def some_of(batch: Any, size: int, number: int) -> Any:
     return _rows_of(batch, size, [place * (size - 1) // steps for place in range(number)])
 
 
+def refuse_lists_of_samples(batch: Any, samples: int) -> None:
+    """Refuse a batch of lists with a tensor for each sample, all of one length, which would be cut along that.
+
+    Such as sequences that were not stacked. By themselves they look as lists of tensors for all samples do.
+
+    Args:
+        samples: In a batch, by its loader.
+
+    Raises:
+        UncutBatchError: it is one.
+    """
+    lists = list(_lists_of_tensors(batch))
+    rows = {tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim}
+    everything = sum(len(each) for each in lists) == sum(1 for tensor in tensors_of(batch) if tensor.ndim)
+    if lists and everything and len(rows) == 1 and samples not in rows and {*map(len, lists)} == {samples} != {1}:
+        raise UncutBatchError(
+            f"the batch has lists of {samples} tensors, one for each sample of the loader's batch_size, and all "
+            f"have {rows.pop()} rows, such as sequences of one length: dimension 0 of every tensor must count the "
+            "samples, so that the batch can be cut into micro-batches. Let collate_fn stack them, "
+            "torch.stack(tensors), or pad them, pad_sequence(tensors, batch_first=True)"
+        )
+
+
+def _lists_of_tensors(batch: Any) -> Iterator[Any]:
+    if isinstance(batch, list | tuple) and batch and all(isinstance(each, Tensor) and each.ndim for each in batch):
+        yield batch
+    elif not isinstance(batch, Tensor):
+        for child in _children(batch):
+            yield from _lists_of_tensors(child)
+
+
 class UncutBatchError(ValueError):
     """A batch that cannot be cut into samples, whatever the layers are."""
 

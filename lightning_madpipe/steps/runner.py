@@ -19,7 +19,13 @@ from deepspeed_partition.profiling.attributes import attributes_kept
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.unsupported import needs_two_samples
 from lightning_madpipe.steps.batch_runs import BatchRun, Piece, SamplesSelectedError
-from lightning_madpipe.steps.batches import batch_size_of, shapes_of, split_batch, tensors_of
+from lightning_madpipe.steps.batches import (
+    batch_size_of,
+    refuse_lists_of_samples,
+    shapes_of,
+    split_batch,
+    tensors_of,
+)
 from lightning_madpipe.steps.call_state import OtherStateError
 from lightning_madpipe.steps.followed_calls import follow_step, key_of
 from lightning_madpipe.steps.layer_comparison import LayerComparison
@@ -95,6 +101,7 @@ class BatchRunner:
         )
         self._device = engine.device
         self._last_loss = torch.zeros((), device=self._device)
+        self._knows_lists = False
         self._rehearsed: set[Hashable] = set()
         self._evaluated: set[str] = set()
         is_cut = pipeline.num_stages > 1
@@ -400,6 +407,10 @@ class BatchRunner:
     def _cut(self, step: str, batch: Any, arguments: tuple[Any, ...], seed: int, *, uneven: bool) -> BatchRun:
         try:
             is_captured = self._pipeline.call_of_module.captured is not None
+            if step == "training_step" and not self._knows_lists:  # a later batch may be smaller
+                self._knows_lists = True
+                if isinstance(samples := getattr(self._trainer.train_dataloader, "batch_size", None), int):
+                    refuse_lists_of_samples(batch, samples)
             pieces = split_batch(batch, self._num_micro_batches, uneven=uneven, ones_apart=is_captured)
         except ValueError as error:
             raise self._refusal(f"{step}: {error}") from None

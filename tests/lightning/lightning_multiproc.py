@@ -181,7 +181,12 @@ class WithFailingBlock(cases.Classifier):
         self.blocks[2] = FailsInBackward(cases.WIDTH, cases.WIDTH)
 
 
+def _unstacked(items: list[Any]) -> list[Any]:
+    return [[x for [x] in items], [x[:, 0].long() for [x] in items]]
+
+
 def refusals(host: cases.Host) -> dict[str, Any]:
+    sequences = DataLoader(TensorDataset(torch.zeros(16, 6, 8)), batch_size=4, collate_fn=_unstacked)
     lonely = DataLoader(TensorDataset(torch.zeros(16, 8)), batch_size=16, collate_fn=lambda items: {"size": 16})
     return {
         "outside": refused(lambda: fit_changed(host, OutsideParameter())),
@@ -211,6 +216,7 @@ def refusals(host: cases.Host) -> dict[str, Any]:
         ),
         "fp16": refused(lambda: fit_changed(host, cases.Classifier(), precision="16-mixed")),
         "stages": refused(lambda: fit_changed(host, cases.Classifier(), strategy={"num_stages": 3})),
+        "unstacked": refused(lambda: host.trainer().fit(cases.Classifier(), sequences)),
         "no tensors": refused(lambda: host.trainer().fit(cases.Classifier(), lonely)),
         "data": refused(lambda: host.trainer().fit(cases.Classifier(), shuffled_by_rank())),
         "memory": refused(lambda: fit_changed(host, cases.Classifier(), strategy={"memory": "1kB"})),

@@ -355,6 +355,8 @@ def test_a_rank_trains_its_own_layers(two: Records) -> None:
         ("value clipping", "clip by 'norm'"),
         ("fp16", "needs a device that DeepSpeed trains on in fp16"),
         ("stages", "num_stages=3 does not divide the 2 processes"),
+        # They were cut along time, which was called samples.
+        ("unstacked", "lists of 4 tensors, one for each sample of the loader's batch_size, and all have 6 rows"),
         ("no tensors", "holds no tensor whose dimension 0 counts its samples"),
         ("data", "ranks 0 and 1 of a pipeline read different batches"),
         ("memory", "InfeasibleError"),
