@@ -8,6 +8,7 @@ that happens is run once, alone, on real tensors, and stays whole.
 
 from __future__ import annotations
 
+import builtins
 import functools
 import inspect
 import itertools
@@ -558,7 +559,18 @@ class Tape:
             self._function_called(functools.partial(_apply, cls), given, effects, out)
             return out
 
+        length = builtins.len
+
+        def length_of(value: Any) -> Any:
+            """Let ``len(x)`` be the same number as ``x.shape[0]``, which Python would make a plain one."""
+            if isinstance(value, torch.Tensor) and self._scopes and not self._inside and value.dim():
+                known = self._sizes(_SIZE, (value, 0), {})
+                if known is not None:
+                    return known
+            return length(value)
+
         with ExitStack() as stack:
+            stack.enter_context(patched(builtins, "len", length_of))
             stack.enter_context(patched(nn.Module, "__call__", called))
             if hasattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"):
                 stack.enter_context(

@@ -228,6 +228,23 @@ def test_what_is_read_late_is_computed_late():
     assert_same(model, layers, [one(torch.randn(2, 8))])
 
 
+def test_the_length_of_a_tensor_is_its_first_size():
+    class Tokened(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+            self.token = nn.Parameter(torch.randn(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = torch.stack([self.token.expand(len(x), -1), self.embed(x)], 1)
+            return self.head(torch.zeros(len(x), 2, 8) + hidden / len(x))
+
+    model = Tokened()
+    layers = captured_layers(model, torch.randn(4, 8))
+    assert_same(model, layers, [((torch.randn(size, 8),), {}) for size in (4, 5, 3)])
+    assert type(len(torch.randn(4, 8))) is int  # afterwards, as before
+
+
 def test_a_length_that_the_capture_does_not_hold_for_is_refused():
     model = networks.Unrolled()
     layers = captured_layers(model, torch.randn(3, 4, 8))
