@@ -32,8 +32,8 @@ from deepspeed_partition.profiling import LiveBytes, limit_memory, profile_chain
 from deepspeed_partition.schedule.instructions import Compute
 from tests.engine import plans
 from tests.engine.any_plan_multiproc import MAPS
-from tests.engine.pipelines import loss_fn
-from tests.engine.running import recomputes_on_a_cpu, start
+from tests.engine.pipelines import loss_fn, mlp
+from tests.engine.running import adam, batches, recomputes_on_a_cpu, start, train
 from tests.exhaustive import is_exhaustive
 
 NUM_MICRO_BATCHES = 6
@@ -295,6 +295,26 @@ def no_more_bytes_than_planned_without_a_drain(_: Path) -> None:
         case = mode, per_update, devices, engine.stage_id
         assert max(peaks) <= planned.total + ALLOWED_BYTES, (case, max(peaks), planned)
         assert max(peaks) > 0.7 * planned.total, (case, max(peaks), planned)
+
+
+def losses_are_kept_without_the_room_of_all_elements(_: Path) -> None:
+    """torch's ``mse_loss`` leaves its number in the room of all of them, a hidden activation per micro-batch."""
+
+    def squares(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = nn.functional.mse_loss(outputs, nn.functional.one_hot(labels, outputs.shape[1]).float())
+        assert loss.untyped_storage().nbytes() > loss.nbytes, "this torch needs no copy"
+        return loss
+
+    zero = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+    for more in ({}, zero):  # DeepSpeed's own passes run with ZeRO
+        config = {"gradient_clipping": 1.0, **more}
+        engine, _, _ = start(mlp(), [0, 3, 8], config, loss_fn=squares, optimizer=adam)
+        kept: list[int] = []
+        engine.before_optimizer_step = lambda engine=engine, kept=kept: kept.extend(
+            each.untyped_storage().nbytes() for each in engine.fwd_outputs
+        )
+        train(engine, batches(2))
+        assert kept == [4] * (2 * engine.micro_batches if engine.is_last_stage() else 0), kept
 
 
 def a_peak_above_the_plan_is_said_once(folder: Path) -> None:

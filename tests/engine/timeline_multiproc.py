@@ -27,6 +27,7 @@ from tests.engine.any_plan_multiproc import begin, plan_for
 from tests.engine.harness import run_cases
 from tests.engine.memory_cases import (
     a_peak_above_the_plan_is_said_once,
+    losses_are_kept_without_the_room_of_all_elements,
     no_more_bytes_than_planned,
     no_more_bytes_than_planned_without_a_drain,
 )
@@ -262,6 +263,7 @@ CASES = [
     there_is_no_timeline_without_a_plan,
     a_timeline_that_cannot_be_written,
     no_more_bytes_than_planned,
+    losses_are_kept_without_the_room_of_all_elements,
     no_more_bytes_than_planned_without_a_drain,
     a_peak_above_the_plan_is_said_once,
     figures_are_those_of_the_timeline,

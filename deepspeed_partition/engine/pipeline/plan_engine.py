@@ -29,7 +29,7 @@ from deepspeed_partition.engine.pipeline.batch_programs import program_of
 from deepspeed_partition.engine.pipeline.batch_state import BatchData, BatchState
 from deepspeed_partition.engine.pipeline.boundary_engine import AnyBoundaryEngine
 from deepspeed_partition.engine.pipeline.lockstep import Lockstep
-from deepspeed_partition.engine.pipeline.plain_passes import IS_LOSS, PlainPasses
+from deepspeed_partition.engine.pipeline.plain_passes import IS_LOSS, PlainPasses, without_more
 from deepspeed_partition.engine.pipeline.replaced_instructions import (
     AT_THE_END,
     Replaced,
@@ -656,6 +656,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
             self._leave_output(Message("F", stage, number), slot, devices, outputs)
         elif torch.is_grad_enabled():
             state.losses[slot] = self.loss
+            self.fwd_outputs[-1:] = map(without_more, self.fwd_outputs[-1:])
         self.loss = None
         if not torch.is_grad_enabled():
             state.arrived.pop(slot, None)
