@@ -1209,8 +1209,64 @@ def a_tensor_that_is_returned_twice(_: Path) -> None:
             same(train(engine, data), expected)
 
 
+class SlowWeights(torch.optim.SGD):
+    """Keeps slow weights in several forms, and lets the weights follow another one in each step."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, lr=0.1, momentum=0.9)
+        weights = self.weights()
+        self.fast, self.num_steps = list(weights), 0
+        self.in_order = [weight.detach().clone() for weight in weights]
+        self.by_group = [[weight.detach().clone() for weight in group["params"]] for group in self.param_groups]
+        self.by_id = {id(weight): {"slow": weight.detach().clone(), "times": 0} for weight in weights}
+        self.by_weight = {weight: weight.detach().clone() for weight in weights}
+        self.other = torch.optim.Adam(weights, lr=0.01)
+
+    def weights(self) -> list[nn.Parameter]:
+        return [weight for group in self.param_groups for weight in group["params"]]
+
+    def step(self, closure: Any = None) -> Any:
+        loss, kind = super().step(closure), self.num_steps % 5
+        self.num_steps += 1
+        every, by_group = self.weights(), [slow for group in self.by_group for slow in group]
+        for weight in every:
+            self.by_id[id(weight)]["times"] += 1
+        if kind == 4:
+            self.other.param_groups[0]["params"] = every
+            self.other.step()
+            return loss
+        slow = [
+            self.in_order,
+            by_group,
+            [self.by_id[id(weight)]["slow"] / self.by_id[id(weight)]["times"] for weight in every],
+            [self.by_weight[weight] for weight in every],
+        ][kind]
+        with torch.no_grad():
+            for weight, each in zip(self.fast, slow, strict=True):
+                weight.copy_(each.lerp_(weight, 0.5))
+        return loss
+
+
+def what_an_optimizer_keeps_of_its_weights_goes_with_them(_: Path) -> None:
+    """It was refused, and so was the way out that was told, ``warmup_steps=0``."""
+    data = batches(10)
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        weights = [weight for weight in model.parameters() if weight.requires_grad]
+        groups = [[weight for weight in weights if (weight.ndim > 1) == is_matrix] for is_matrix in (True, False)]
+        return SlowWeights([{"params": group} for group in groups if group])
+
+    expected = train_alone(mlp(), data, make)
+    for options in ({}, {"warmup_steps": 3}):
+        engine, _, _ = start(mlp(), "madpipe", planned(cut(), **options), optimizer=make)
+        same(train(engine, data[:7]), expected[:7])
+        engine.recut([0, 5, 8])
+        same(train(engine, data[7:]), expected[7:])
+
+
 CASES = [
     a_tensor_that_is_returned_twice,
+    what_an_optimizer_keeps_of_its_weights_goes_with_them,
     optimizers_that_see_a_part, schedules_that_see_a_part,
     layers_that_remember,
     a_schedule_and_an_optimizer_that_are_set_later,

@@ -195,7 +195,7 @@ def _why_closure_matters(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def kept_beside_state(
-    optimizer: torch.optim.Optimizer, *, after_steps: bool = False, copies_follow: bool = False
+    optimizer: torch.optim.Optimizer, *, after_steps: bool = False, follows: bool = False
 ) -> list[str]:
     """Name what an optimizer keeps of its parameters outside of ``state``, which alone goes with them.
 
@@ -205,7 +205,7 @@ def kept_beside_state(
     Args:
         optimizer: Any optimizer; those of torch keep nothing else.
         after_steps: Look at a copy that has made its first steps; else at the optimizer as it is now.
-        copies_follow: Whether the host takes along what goes with the groups: see :func:`goes_with_groups`.
+        follows: Whether the engine takes along what goes with the groups: see :func:`goes_with_groups`.
 
     Returns:
         Expressions, such as ``self.slow``; none where a copy cannot make steps.
@@ -213,14 +213,14 @@ def kept_beside_state(
     if type(optimizer).__module__.partition(".")[0] == "torch":
         return []
     if not after_steps:
-        return list(_kept_in(optimizer, copies_follow))
+        return list(_kept_in(optimizer, follows))
     try:
         with preserved_random_state(), _refused_collectives():
             trial = _Trial(optimizer)
             trial.run()
     except (TrialError, CommunicatesError):
         return []
-    return list(_kept_in(trial.optimizer, copies_follow))
+    return list(_kept_in(trial.optimizer, follows))
 
 
 def goes_with_groups(value: Any, groups: Sequence[Mapping[str, Any]]) -> bool:
@@ -251,9 +251,9 @@ def _shapes(values: Sequence[Any]) -> list[Any]:
     return [each.shape if isinstance(each, Tensor) else None for each in values]
 
 
-def _kept_in(optimizer: Any, copies_follow: bool) -> Iterator[str]:
+def _kept_in(optimizer: Any, follows: bool) -> Iterator[str]:
     for name, value in vars(optimizer).items():
-        if copies_follow and goes_with_groups(value, optimizer.param_groups):
+        if follows and goes_with_groups(value, optimizer.param_groups):
             continue
         if name not in OF_TORCH and _holds_tensors(value, id(optimizer.state), DEPTH):
             yield f"self.{name}"

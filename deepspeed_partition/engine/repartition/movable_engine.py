@@ -17,6 +17,7 @@ from deepspeed_partition.engine.pipeline.parts import in_words, parts_with_param
 from deepspeed_partition.engine.pipeline.plan_engine import AnyPlanEngine
 from deepspeed_partition.engine.pipeline.stages import allocation_of
 from deepspeed_partition.engine.repairs import fit_reduction_buffers, let_stages_differ, prefer_torch_adam
+from deepspeed_partition.engine.repartition.kept_along import KeptAlong
 from deepspeed_partition.engine.repartition.layer_moves import build_arriving, move_layers
 from deepspeed_partition.engine.repartition.optimizer_copies import mark_copies
 from deepspeed_partition.engine.repartition.optimizer_state import TrainingState, lay_states_given
@@ -83,14 +84,21 @@ class MovingEngine(AnyPlanEngine):
         optimizer, groups, scheduler = self.optimizer, self._groups, None
         before = parts_with_parameters(self.module)
         training_state: TrainingState | None = None
+        along: KeptAlong | None = None
         with preserved_random_state():
             arriving = build_arriving(self.module, allocation)
             if groups is not None and self._every_group is not None:
                 num_scheduled = self._num_scheduled(self._every_group)
                 groups.gather(self._every_group, self.grid.get_pipe_parallel_group())
                 self._every_group.follow(groups.groups)
-                training_state = TrainingState(optimizer, self.module, groups.place_of())
-                scheduler = self._scheduler_to_keep(num_scheduled)
+                along = KeptAlong(optimizer) if optimizer is self.basic_optimizer else None
+                try:
+                    training_state = TrainingState(optimizer, self.module, groups.place_of())
+                    scheduler = self._scheduler_to_keep(num_scheduled)
+                except Exception:
+                    if along is not None:
+                        along.give_back()
+                    raise
             self._release_parameters()
             if training_state is not None:
                 training_state.take_out()
@@ -101,6 +109,8 @@ class MovingEngine(AnyPlanEngine):
             self.optimizer = _one_object(optimizer, self.optimizer)
             if training_state is not None:
                 training_state.lay_into(self.optimizer, self.module)
+            if along is not None:
+                along.give_back()
         self._tell_what_moved(before)
 
     def _tell_what_moved(self, before: list[str]) -> None:
@@ -193,15 +203,19 @@ class MovingEngine(AnyPlanEngine):
         """
         optimizer = self.basic_optimizer
         is_one = isinstance(optimizer, torch.optim.Optimizer)
-        follow = self.copies_follow and self.optimizer is optimizer
-        mine = kept_beside_state(optimizer, after_steps=after_steps, copies_follow=follow) if is_one else []
+        mine = (
+            kept_beside_state(optimizer, after_steps=after_steps, follows=self.optimizer is optimizer)
+            if is_one
+            else []
+        )
         kept = list(dict.fromkeys(name for names in gather_objects(mine) for name in names))
         if kept:
             raise RuntimeError(
                 f"the optimizer of the pipeline is {type(optimizer).__name__}, which keeps tensors of parameters "
                 f"in {', '.join(kept)}, and when layers move to other ranks that does not go with them: keep it "
-                "in self.state[p], which goes with its parameter, or run a saved plan (the option plan), with "
-                "which no layer moves, and call no recut()"
+                "in self.state[p], which goes with its parameter (in fp32 without ZeRO a list or a dict with an "
+                "entry for each parameter does, too), or let no layer move: boundaries as partition_method, in "
+                "Lightning MadPipeStrategy(plan=...), and no recut()"
             )
 
     def _is_scheduler_assigned(self, knows_all: bool) -> tuple[bool, bool]:

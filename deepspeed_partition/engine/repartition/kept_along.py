@@ -1,0 +1,89 @@
+"""What an optimizer keeps of its parameters outside of ``state``: it goes with them in there while layers move.
+
+Such as slow weights in a list in the order of the groups, or the states of an optimizer that it wraps. What tells
+no parameter is refused before (``own_optimizers.kept_beside_state``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed_partition.engine.pipeline.own_optimizers import OF_TORCH, goes_with_groups
+
+BY_ID, BY_WEIGHT, IN_ORDER = "by id", "by weight", "in order"
+ITSELF = "itself"
+"""What stands for the parameter itself."""
+
+
+class KeptAlong:
+    """The lists and dicts of an optimizer, whose contents are in ``state`` until :meth:`give_back`.
+
+    Args:
+        optimizer: which trains the parameters themselves.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._containers = dict(_containers(optimizer))
+        for name, container in self._containers.items():
+            for weight, kind, value in self._entries(container):
+                entries = self._optimizer.state.setdefault(weight, {})
+                whole = {"": ITSELF} if value is weight else value if type(value) is dict else {"": value}
+                entries[name, kind, None] = type(value) is dict
+                entries.update({(name, kind, key): each for key, each in whole.items()})
+            container.clear()
+
+    def _weights(self) -> list[nn.Parameter]:
+        return [weight for group in self._optimizer.param_groups for weight in group["params"]]
+
+    def _entries(self, container: Any) -> Iterator[tuple[nn.Parameter, str, Any]]:
+        weights = self._weights()
+        if isinstance(container, dict):
+            of_id = {id(weight): weight for weight in weights}
+            for key, value in container.items():
+                is_id = type(key) is int
+                yield of_id[key if is_id else id(key)], BY_ID if is_id else BY_WEIGHT, value
+            return
+        shapes = [value.shape for value in container]
+        groups = [list(group["params"]) for group in self._optimizer.param_groups]
+        along = next(each for each in (weights, *groups) if [weight.shape for weight in each] == shapes)
+        yield from ((weight, IN_ORDER, value) for weight, value in zip(along, container, strict=True))
+
+    def give_back(self) -> None:
+        """Fill the lists and dicts with what is there for the parameters that are here now."""
+        for weight in self._weights():
+            entries = self._optimizer.state.get(weight, {})
+            kept: dict[tuple[str, str], dict[Any, Any]] = {}
+            for place in [place for place in entries if isinstance(place, tuple)]:
+                name, kind, key = place
+                kept.setdefault((name, kind), {})[key] = entries.pop(place)
+            if weight in self._optimizer.state and not entries:
+                del self._optimizer.state[weight]
+            for (name, kind), found in kept.items():
+                is_dict = found.pop(None)
+                is_itself = not is_dict and isinstance(found[""], str) and found[""] == ITSELF
+                value = found if is_dict else weight if is_itself else found[""]
+                container = self._containers[name]
+                if kind == IN_ORDER:
+                    container.append(value)
+                else:
+                    container[id(weight) if kind == BY_ID else weight] = value
+
+
+def _containers(optimizer: Any) -> Iterator[tuple[str, Any]]:
+    """The lists and dicts that have something for each parameter, by name."""
+    seen = {id(getattr(optimizer, name, None)) for name in OF_TORCH}
+    for name, value in vars(optimizer).items():
+        if name in OF_TORCH or not goes_with_groups(value, optimizer.param_groups):
+            continue
+        inner = {name: value.state if isinstance(value, torch.optim.Optimizer) else value}
+        if isinstance(value, list) and all(isinstance(each, list) for each in value):
+            inner = {f"{name}.{place}": each for place, each in enumerate(value)}
+        for place, container in inner.items():
+            if id(container) not in seen:
+                seen.add(id(container))
+                yield place, container
