@@ -66,6 +66,8 @@ from lightning_madpipe.steps.what_steps_leave import said
 
 LOSSES = ("auto", "mean", "batch")
 MOST_STEPS_BETWEEN = 128
+RESTS_TOLD_OF = 4
+"""Irregular trials of a pipeline that never drains, of which a line tells."""
 MOST_NAMED = 6
 """Steps that were tried that a sentence names."""
 DRAWS_BOTH = (
@@ -118,6 +120,8 @@ class LossOfBatches:
     _draws_for_batch: bool = False
     """Whether steps draw from torch's generator once for a batch, so that its micro-batches draw alike."""
     _draws_for_samples: bool = False
+    _num_rests: int = 0
+    """Trials for which a pipeline that never drains came to rest, beside the regular ones."""
     _told: set[str] = field(default_factory=set)
 
     def prepare(self, window: Sequence[BatchRun]) -> None:
@@ -192,6 +196,14 @@ class LossOfBatches:
         found = self._on_any([*differing, *due])
         self._is_sure = self._fitting is None or not found[len(window)]
         wanted = [any(both) for both in zip(found[: len(window)], found[len(window) :], strict=True)]
+        if self._never_drains and any(wanted) and not self._is_due():
+            self._num_rests += 1
+            if self._num_rests == RESTS_TOLD_OF:
+                announce(
+                    f"the loss has been tried in {self._num_rests} of {self._num_steps} steps beside those in "
+                    "which it is anyway, because batches differ in values of labels or the module has changed; "
+                    "the pipeline drains for each: loss='mean' leaves them out, if the loss is a mean over samples"
+                )
         self._try_those(window, flushes, wanted, is_last=is_last)
 
     def _try_those(
@@ -259,7 +271,7 @@ class LossOfBatches:
             self._refuse_sizes(run, trial, reason)
             return [Finding(unknown=Unknown.MEETS_AGAIN, why_unknown=reason)]
         if self._found is not None:
-            self._keep(trial, self._found)
+            self._keep(run, trial, self._found)
         findings = self._from_every_pipeline(self._found)
         self.engine.loss_cost = LossCost(
             forward_seconds=findings[0].loss_seconds[0],
@@ -292,11 +304,20 @@ class LossOfBatches:
             f"samples: {not_by_samples(run.whole.size)}"
         )
 
-    def _keep(self, trial: BatchRun, finding: Finding) -> None:
-        """Keep what the batch has shown, on the last stage."""
+    def _keep(self, run: BatchRun, trial: BatchRun, finding: Finding) -> None:
+        """Keep what the batch has shown, on the last stage.
+
+        A trial cuts the batch otherwise than it is trained on. Where it shows nothing new, the same batch would
+        show nothing new again: in an epoch of the same batches in the same order each would be tried for ever.
+        """
         weight = self.weight if self.weight in finding.fitting else best_of(finding.fitting)
-        if weight is not None:
-            self._tracked.add(self._features(trial), self._weights(trial)[weight])
+        if weight is None:
+            return
+        features, own = self._features(trial), self._weights(trial)[weight]
+        if self._tracked.is_new(features, own):
+            self._tracked.add(features, own)
+        elif len(run.micro_batches) > 1:
+            self._tracked.add(self._features(run), self._weights(run)[weight])
 
     def _decide(self, flushes: tuple[int, ...], findings: Sequence[Finding], *, is_last: bool) -> None:
         """Decide from what all pipelines found, the same on every rank. Collective.

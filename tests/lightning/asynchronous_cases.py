@@ -359,6 +359,7 @@ def losses_in_flight(host: cases.Host) -> dict[str, Any]:
         assert watch.rests == rests, watch.rests
         same(watch.losses, alone(expected, data, watch.rests))
         same_weights(model, expected)
+    words_in_turns(host)
     with pytest.raises(Exception, match="no mean over samples") as refusal:
         short(host, "2bw", data, kind=Statistics, **auto)
     # The last batch has two samples.
@@ -368,6 +369,24 @@ def losses_in_flight(host: cases.Host) -> dict[str, Any]:
     same(watch.losses, alone(expected, few, watch.rests))
     same_weights(model, expected)
     return {"refusal": str(refusal.value)}
+
+
+def words_in_turns(host: cases.Host) -> None:
+    """Three epochs of the same batches, with integers of many values: none is tried for ever."""
+    data = batches(5)
+    expected, model = started(plan := plan_for(*next(iter(MAPS[2].items())), "stashing"), "momentum")
+    words = torch.randint(0, 60, (sum(len(each) for each, _ in data[0]) * len(data), 8))
+    plain = loader(data)
+    samples = TensorDataset(*plain.dataset.tensors, words)
+    watch = Losses()
+    trainer = host.trainer(watch, strategy={"plan": saved(host, plan), "loss": "auto"}, max_epochs=3)
+    with Said() as said:
+        trainer.fit(model, DataLoader(samples, batch_size=plain.batch_size))
+    assert watch.rests == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 15], watch.rests
+    told = [line for line in said.lines if "the loss has been tried in 4 of" in line]
+    assert len(told) == trainer.is_global_zero, said.lines
+    expected.version = versions_of(trainer)
+    same(watch.losses, alone(expected, [*data, *data, *data], watch.rests))
 
 
 class Failing(Model):
