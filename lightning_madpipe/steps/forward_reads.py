@@ -93,7 +93,18 @@ def _noting(path: str, owner: nn.Module, ignored: frozenset[str], found: dict[Re
         finally:
             is_inner = False
 
-    with of_class(owner, subclass_of(kind, {"__getattribute__": getattribute})):
+    def hashed(self: Any) -> int:
+        nonlocal is_inner
+        before, is_inner = (
+            is_inner,
+            True,
+        )  # a metric's hash reads its states; who looks for it asks for none of them
+        try:
+            return kind.__hash__(self)
+        finally:
+            is_inner = before
+
+    with of_class(owner, subclass_of(kind, {"__getattribute__": getattribute, "__hash__": hashed})):
         yield
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 
-from lightning_madpipe.steps.metrics import metrics_of
+from lightning_madpipe.steps.metrics import copied, metrics_of
 
 CLOSE = 1e-4
 MOST_NAMED = 4
@@ -154,7 +154,7 @@ def _collect(value: Any, key: str, parts: dict[str, list[Tensor]]) -> None:
 
 def _value_of(metric: Metric) -> Any:
     """The value for what this rank has told a metric; None where there is none for so little."""
-    copy = metric.clone()
+    copy = copied(metric)  # no clone(): a metric that is called with a loss holds its graph
     copy._to_sync = False
     try:
         return copy.compute()

@@ -412,6 +412,7 @@ class Collecting(Layers):
         self.names: list[int] = []
         self.highest, self.mean, self.all = MaxMetric(), MeanMetric(), CatMetric()
         self.accuracy = MulticlassAccuracy(cases.NUM_CLASSES)
+        self.called = MeanMetric()
         self.num_steps = 0
 
     def loss_of(self, batch: Any) -> torch.Tensor:
@@ -424,6 +425,7 @@ class Collecting(Layers):
         self.num_steps += 1
         for metric in (self.highest, self.mean, self.all):
             metric.update(loss.detach())
+        self.called(loss)  # keeps the loss with its graph, which no copy of the metric can have
         self.accuracy.update(logits, y)
         return loss
 

@@ -14,6 +14,7 @@ from torchmetrics import MeanMetric
 
 from lightning_madpipe.compat.elsewhere import HiddenTensors
 from lightning_madpipe.steps.call_state import LayerAttributes
+from lightning_madpipe.steps.forward_reads import noted_reads
 from lightning_madpipe.steps.runner import BatchRunner
 from lightning_madpipe.steps.serialization import pickled
 from lightning_madpipe.steps.step_side_effects import Leftovers
@@ -85,6 +86,19 @@ def test_a_metric_in_a_layer_is_the_same_after_it_has_counted() -> None:
         assert {change.place.owner for change in noted.changes()} == {"metric"}
         noted.undo()
     assert layer.metric.weight == 0
+
+
+def test_a_walk_over_modules_reads_no_metric() -> None:
+    """A metric's hash reads its states: each epoch said that ``forward()`` reads ``self.train_acc.tp``."""
+    module = nn.Module()
+    module.layer, module.metric = Layer(), MeanMetric()
+    owners = {"": module, "metric": module.metric}
+    with noted_reads(owners, ()) as reads:
+        assert module.metric in set(module.modules())
+    assert not {str(read) for read in reads if read.owner == "metric" and read.name in module.metric._defaults}
+    with noted_reads(owners, ()) as reads:
+        assert module.metric.mean_value == 0
+    assert "self.metric.mean_value" in {str(read) for read in reads}
 
 
 def test_what_stands_for_forward_is_no_change_of_the_step() -> None:
