@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import sys
 import time
 from datetime import date
@@ -35,8 +36,8 @@ from interleaved import engine_for_plan, environment
 
 NUMBERS = 16
 """Numbers that a layer hands on."""
-WARM_UP = 2
-"""Batches that are not measured."""
+FILL = 3
+"""Micro-batches per rank that are not measured: up to two per rank are in flight, which come in one by one."""
 
 
 class _Sleep(torch.autograd.Function):
@@ -88,13 +89,13 @@ def measured(mode: str, layer_seconds: float, micro_batches: int, num_batches: i
     data = repeat((torch.zeros(1, 1), torch.zeros(1)))
     gc.collect()
     gc.freeze()  # to look for garbage among all that was imported takes a rank 0.2 s, each at another time
-    ends, held = [], 0
-    for _ in range(WARM_UP + num_batches):
+    ends, held, warm_up = [], 0, max(2, math.ceil(FILL * num_ranks / micro_batches))
+    for _ in range(warm_up + num_batches):
         engine.train_batch(data)
         ends.append(time.perf_counter())
         if engine._endless is not None:
             held = engine._endless.weights_of(engine.stage_id).most_held
-    batch_seconds = max(gather_objects((ends[-1] - ends[WARM_UP - 1]) / num_batches))
+    batch_seconds = max(gather_objects((ends[-1] - ends[warm_up - 1]) / num_batches))
     held_of_all = gather_objects(held)
     engine.come_to_rest()
     engine.destroy()
