@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from deepspeed.pipe import TiedLayerSpec
 
@@ -30,6 +33,27 @@ else:
 
 MEETING_SECONDS = 20.0
 """How long a rank with an exception waits for the others before it gives up the checkpoint of it."""
+
+
+def _save_file(io: Any, checkpoint: Mapping[str, Any], path: str, storage_options: Any) -> None:
+    """Write one file, whole or not at all where it is Lightning's own plugin that writes it to this machine.
+
+    That plugin writes elsewhere and copies: on a full disk an empty file is left, also of the one before.
+    """
+    if type(io).__name__ != "TorchCheckpointIO" or "://" in path:
+        io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+        return
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    weights = checkpoint.get("state_dict", {}).values()
+    needed = sum(value.nbytes for value in weights if isinstance(value, torch.Tensor))
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))  # which nobody else can write
+    try:
+        with atomic_folders.room_told(folder, needed):
+            io.save_checkpoint(checkpoint, str(folder / target.name), storage_options=storage_options)
+            os.replace(folder / target.name, target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class Checkpointing(DeepSpeedStrategy):
@@ -135,7 +159,7 @@ class Checkpointing(DeepSpeedStrategy):
         try:
             if "optimizer_states" not in checkpoint:
                 io = self.checkpoint_io
-                from_rank_0(lambda: io.save_checkpoint(checkpoint, path, storage_options=storage_options))
+                from_rank_0(lambda: _save_file(io, checkpoint, path, storage_options))
             elif storage_options is not None:
                 raise ValueError(
                     "storage_options are for a checkpoint of weights only: DeepSpeed writes the full one itself"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -263,6 +264,17 @@ def a_full_disk(rank: int, num_bytes: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
+def no_space_on(engine: Any, rank: int) -> Any:
+    """Let a rank's first file meet a full disk."""
+
+    def save(state: Any, path: Any, *_: Any) -> None:
+        if dist.get_rank() == rank:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        torch.save(state, path)
+
+    return patch.object(engine.checkpoint_engine, "save", save)
+
+
 def a_disk_that_is_full(folder: Path) -> None:
     """Told on every rank in the disk's words; the checkpoint before stays, and the next save works."""
     where, data = folder / "full", data_of(KINDS[KIND])
@@ -276,6 +288,12 @@ def a_disk_that_is_full(folder: Path) -> None:
                 engine.save_checkpoint(str(where), tag="same")
             dist.barrier()
             assert sorted(os.listdir(where)) == ["latest", "same", "zero_to_fp32.py", "zero_to_torch.py"]
+    for rank in range(dist.get_world_size()):
+        with (
+            no_space_on(engine, rank),
+            raised(OSError, "No space left on device: its tensors take ", " for them."),
+        ):
+            engine.save_checkpoint(str(where), tag="same")
     engine.load_checkpoint(str(where))
     assert train(engine, data[1:2]) == before
     engine.save_checkpoint(str(where), tag="same")

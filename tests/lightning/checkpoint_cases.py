@@ -17,6 +17,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytorch_lightning as pl
 import torch
@@ -350,6 +351,17 @@ def failed_saves(host: cases.Host) -> dict[str, Any]:
     kept = _files(path) == before
     engine.save_checkpoint = save
     trainer.save_checkpoint(path)
+    trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+    weights = (folder / "weights.ckpt").read_bytes()
+
+    def half(self: Any, checkpoint: Any, where: Any, storage_options: Any = None) -> None:
+        Path(where).write_bytes(b"half of it")
+        raise OSError(28, "No space left on device", str(where))
+
+    with patch.object(type(strategy.checkpoint_io), "save_checkpoint", half):
+        full = refused(lambda: trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True))
+    strategy.barrier()
+    kept &= (folder / "weights.ckpt").read_bytes() == weights
     (folder / "file").touch()
     (host.folder / "mine").mkdir(exist_ok=True)
     (host.folder / "mine" / "notes.txt").write_text("my work")
@@ -357,6 +369,7 @@ def failed_saves(host: cases.Host) -> dict[str, Any]:
     record = {
         "failed": failed.replace(str(folder), ""),
         "kept": kept,
+        "full": full,
         "again": _files(path).keys() == before.keys(),
         "names": sorted(entry.name for entry in folder.iterdir()),
         "no folder": refused(lambda: trainer.save_checkpoint(folder / "file" / "x.ckpt")),

@@ -199,7 +199,9 @@ def test_a_failed_save_leaves_what_was_there(two: Records) -> None:
     record = two.of("failed_saves")
     assert "full.ckpt cannot be written: [Errno 28] No space left on device" in record["failed"]
     assert record["kept"] and record["again"]
-    assert record["names"] == ["file", "full.ckpt"]
+    assert record["names"] == ["file", "full.ckpt", "weights.ckpt"]
+    # Of a file of weights half was there, also in the place of a whole one.
+    assert "No space left on device: its tensors take" in record["full"] and " for them." in record["full"]
     assert "cannot be written" in record["no folder"] and "cannot be written" in record["no file"]
     # A checkpoint once took the place of any folder of its name.
     assert "it is a folder with other things in it (notes.txt)" in record["a user's folder"]

@@ -22,15 +22,15 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deepspeed_partition.planner.errors import PlanFormatError
 from deepspeed_partition.planner.io import files
-from deepspeed_partition.planner.units import shown
+from deepspeed_partition.planner.units import format_bytes, shown
 
 FILES_NAME = "madpipe-files.json"
 FILES_FORMAT = "madpipe-files/1"
@@ -49,6 +49,41 @@ def _discarded(path: Path) -> Path:
 def _removed(path: Path) -> Path:
     """The name of a folder that is being removed, which nobody takes for a complete one."""
     return path.with_name(f".{path.name}.removed")
+
+
+@contextmanager
+def room_told(folder: Path, needed: int) -> Iterator[None]:
+    """Let the error of a full disk say how large a checkpoint is, and how much room there is for it.
+
+    Args:
+        folder: The checkpoint's, while it is written.
+        needed: Bytes of all tensors in it.
+
+    Raises:
+        OSError: what was met, with the sizes where it is that the disk is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise OSError(error.errno, f"{error.strerror}{sizes_in_words(folder, needed)}", error.filename) from error
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def sizes_in_words(folder: Path, needed: int) -> str:
+    """What a checkpoint takes, and what its disk has for it, with what was written already, to end a sentence."""
+    place = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
+    disk = os.statvfs(place)
+    written = sum(each.stat().st_blocks * 512 for each in folder.rglob("*") if each.is_file())
+    size = format_bytes(disk.f_blocks * disk.f_frsize)
+    room = format_bytes(disk.f_bavail * disk.f_frsize + written)
+    return (
+        f": its tensors take {format_bytes(needed)}, and the disk of {size} has {room} for them. What was there "
+        "before stays; remove older ones, or save elsewhere"
+    )
 
 
 _held: dict[Path, int] = {}

@@ -11,13 +11,16 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from torch import Tensor
+from torch.optim import Optimizer
 
 from deepspeed_partition.engine.checkpoint import atomic_folders, saved_cut, saved_state
 from deepspeed_partition.engine.checkpoint.saved_cut import SavedCut
@@ -34,6 +37,7 @@ from deepspeed_partition.engine.runtime.collectives import (
     portable,
     raise_first,
     raised_together,
+    reduced,
 )
 from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.options import Options
@@ -116,14 +120,15 @@ class ResumingEngine(MovingEngine):
         written = atomic_folders.unfinished(path)
         self._on_every_disk(lambda: atomic_folders.make_room(path))
         options["tag"] = os.path.relpath(written, save_dir)
+        [needed] = reduced([self._bytes_to_save()], dist.ReduceOp.SUM)
         save_latest, options["save_latest"] = options["save_latest"], False
         try:
-            with self._writes_watched() as writes:
+            with self._writes_watched(needed) as writes:
                 self._write_beside(written, writes)
                 saved = super().save_checkpoint(*bound.args, **bound.kwargs)
             raise_first(writes.error)
             checksums = self._checksums_of(written, writes)
-            self._on_every_disk(lambda: _take_place(path, checksums))
+            self._on_every_disk(lambda: _take_place(path, checksums, needed))
         except Exception:
             self.give_up_folder(path)
             raise
@@ -155,10 +160,11 @@ class ResumingEngine(MovingEngine):
         layout = saved_state.describe(self)
 
         def write_own() -> None:
-            folder.mkdir(parents=True, exist_ok=True)
-            saved_cut.save_cut(folder, self.module.parts, self.plan)
-            if layout is not None:
-                saved_state.write_layout(folder, layout, self.module.micro_offset)
+            with nullcontext() if writes is None else atomic_folders.room_told(folder, writes.needed):
+                folder.mkdir(parents=True, exist_ok=True)
+                saved_cut.save_cut(folder, self.module.parts, self.plan)
+                if layout is not None:
+                    saved_state.write_layout(folder, layout, self.module.micro_offset)
 
         from_rank_0(write_own)
         if writes is None:
@@ -166,10 +172,22 @@ class ResumingEngine(MovingEngine):
         else:
             writes.attempt(folder, lambda: save_ties(folder, self.module))
 
+    def _bytes_to_save(self) -> int:
+        """Bytes of what this rank writes: weights, what the optimizer trains in their place, and its states."""
+        wraps = self.optimizer is not self.basic_optimizer
+        is_first = self.grid.data_parallel_id == 0
+        tensors = [*self.module.parameters(), *self.module.buffers()] if is_first else []
+        if (wraps or is_first) and isinstance(self.basic_optimizer, Optimizer):
+            states = [state for state in self.basic_optimizer.state.values() if isinstance(state, Mapping)]
+            tensors += [value for state in states for value in state.values() if isinstance(value, Tensor)]
+            groups = self.basic_optimizer.param_groups if wraps else ()
+            tensors += [weight for group in groups for weight in group["params"]]
+        return sum(tensor.nbytes for tensor in tensors)
+
     @contextmanager
-    def _writes_watched(self) -> Iterator[_Writes]:
+    def _writes_watched(self, needed: int) -> Iterator[_Writes]:
         """Let DeepSpeed go through its barriers on every rank, also where one cannot write."""
-        writes, engine = _Writes(), self.checkpoint_engine
+        writes, engine = _Writes(needed), self.checkpoint_engine
         save, copy_scripts = engine.save, self._copy_recovery_script
 
         def watched(state_dict: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -434,9 +452,14 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class _Writes:
-    """What this rank writes: where a file cannot be written, the rest is left out."""
+    """What this rank writes: where a file cannot be written, the rest is left out.
 
-    def __init__(self) -> None:
+    Args:
+        needed: Bytes of the tensors of all ranks.
+    """
+
+    def __init__(self, needed: int) -> None:
+        self.needed = needed
         self.paths: list[Path] = []
         self.error: Exception | None = None
         """Why a file could not be written."""
@@ -448,7 +471,11 @@ class _Writes:
         try:
             result = write()
         except Exception as error:
-            self.error = portable(_cause(path, error))
+            try:
+                with atomic_folders.room_told(path.parent, self.needed):
+                    raise _cause(path, error)
+            except Exception as cause:
+                self.error = portable(cause)
             return None
         self.paths.append(path)
         return result
@@ -469,15 +496,16 @@ def _cause(path: Path, error: Exception) -> Exception:
     return OSError(f"{path} cannot be written: {error}") if "unexpected pos" in str(error) else error
 
 
-def _take_place(path: Path, checksums: Mapping[str, str] | None) -> None:
+def _take_place(path: Path, checksums: Mapping[str, str] | None, needed: int) -> None:
     """Publish a complete checkpoint, with what a script keeps in the folder that it replaces."""
     new = atomic_folders.unfinished(path)
-    atomic_folders.list_files(new, checksums)
-    for entry in sorted(path.iterdir()) if path.is_dir() else ():
-        ours = any(fnmatch.fnmatch(entry.name, pattern) for pattern in OF_A_CHECKPOINT)
-        if not ours and not (new / entry.name).exists():
-            if entry.is_dir():
-                shutil.copytree(entry, new / entry.name, symlinks=True)
-            else:
-                shutil.copy2(entry, new / entry.name, follow_symlinks=False)
+    with atomic_folders.room_told(new, needed):
+        atomic_folders.list_files(new, checksums)
+        for entry in sorted(path.iterdir()) if path.is_dir() else ():
+            ours = any(fnmatch.fnmatch(entry.name, pattern) for pattern in OF_A_CHECKPOINT)
+            if not ours and not (new / entry.name).exists():
+                if entry.is_dir():
+                    shutil.copytree(entry, new / entry.name, symlinks=True)
+                else:
+                    shutil.copy2(entry, new / entry.name, follow_symlinks=False)
     atomic_folders.publish(path)
