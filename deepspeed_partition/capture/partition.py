@@ -80,13 +80,14 @@ def flow_of(graph: Graph, decided: Mapping[int, bool] | None = None) -> Flow:
     flow = Flow(graph)
     total = sum(node.work for node in graph.nodes) or 1.0
     values = graph.values
+    changed = _changed_attributes(graph.nodes, graph)
     flow.repeated = {
         node.number
         for node in graph.nodes
         if not node.is_module
         and not node.is_random
         and not node.call.effects.verifies
-        and not node.attributes & graph.trainable
+        and not node.attributes & (graph.trainable | changed)
         and not any(values[value].requires_grad for value in (*node.makes, *node.reads))
         and not node.mutated & graph.recording.attribute_of_storage.keys()
         and decided.get(node.number, node.work <= total * MOST_REPEATED)
@@ -232,14 +233,18 @@ def _why_not(graph: Graph, crossing: Sequence[int], changed_later: set[int]) -> 
 
 def _same_layer(flow: Flow) -> list[tuple[int, int]]:
     """Ranges of nodes that stay together, since one changes a buffer that another uses."""
-    names = flow.graph.recording.attribute_of_storage
     places: dict[str, list[int]] = {}
-    changed: set[str] = set()
+    changed = _changed_attributes(flow.main, flow.graph)
     for place, node in enumerate(flow.main):
-        changed |= {names[storage] for storage in node.mutated if storage in names}
         for name in sorted(node.attributes):
             places.setdefault(name, []).append(place)
     return [(used[0], used[-1]) for name, used in places.items() if name in changed and len(used) > 1]
+
+
+def _changed_attributes(nodes: Iterable[Node], graph: Graph) -> set[str]:
+    """The names of the buffers that nodes change."""
+    names = graph.recording.attribute_of_storage
+    return {names[storage] for node in nodes for storage in node.mutated if storage in names}
 
 
 # Programs

@@ -225,11 +225,13 @@ class Leftovers:
 
 
 def make_changes(module: nn.Module, changes: list[Change], beside: Beside | None = None) -> None:
-    """Make the changes that another rank's step made."""
+    """Make the changes that another rank's step made, but for buffers that only layers of that rank use."""
     extended: set[int] = set()
     with torch.no_grad():
         for place, kind, value in changes:
             table = _table(module, place, beside)
+            if isinstance(table, HiddenTensors) and place.name in table.hidden:
+                continue
             before = table.get(place.name)
             if kind == "delete":
                 table.pop(place.name, None)

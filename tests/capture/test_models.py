@@ -228,6 +228,32 @@ def test_what_is_read_late_is_computed_late():
     assert_same(model, layers, [one(torch.randn(2, 8))])
 
 
+class Counting(nn.Module):
+    """Counts its runs in a buffer, and goes by their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("runs", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.runs += 1
+        return x + self.linear(x).tanh() * (1 - 0.5 ** self.runs.float())
+
+
+def test_a_buffer_is_used_by_the_layer_that_changes_it():
+    model = nn.Sequential(Counting(), Counting(), Counting())
+    alone, layers = copy.deepcopy(model), captured_layers(model, torch.randn(4, 8))
+    apart = [copy.deepcopy(layer) for layer in layers]  # as on ranks of their own
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        passed = x
+        for layer in apart:
+            passed = layer(passed)
+        torch.testing.assert_close(passed, alone(x))
+
+
 def test_the_length_of_a_tensor_is_its_first_size():
     class Tokened(nn.Module):
         def __init__(self) -> None:

@@ -710,6 +710,33 @@ class OneIterator(IterableDataset):
         return self.stream
 
 
+class CountingBlock(nn.Module):
+    """Counts and averages in buffers, and goes by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("runs", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.runs += 1
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x + self.linear(x - self.mean).tanh() * (1 - 0.5 ** self.runs.float())
+
+
+class CountingBlocks(FourBlocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(CountingBlock() for _ in range(4))
+
+
+def counting_blocks(host: cases.Host) -> dict[str, Any]:
+    """The last rank told the others of buffers of its layers, which they have not, and the run ended."""
+    return trained(host, CountingBlocks, cases.loader(NUM_SAMPLES), {"num_micro_batches": 1})
+
+
 class NeedsAHook(OwnGenerators):
     """Reads what a hook of a batch sets."""
 
@@ -1232,6 +1259,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         copies_that_leave,
         own_generators,
         data_that_counts,
+        counting_blocks,
     ],
     4: [],
 }
