@@ -97,15 +97,17 @@ class HeldState:
         self._tables = list(held.tables())
 
     def remembered(
-        self, *, buffers: bool, copies: Callable[[Any], bool] | None = None
+        self, *, buffers: bool, copies: Callable[[Any], bool] | None = None, known: Known | None = None
     ) -> Callable[[Collection[Place]], None]:
         """Note all of it; return what puts it back, but for some places.
 
         Args:
             buffers: Whether buffers of modules count.
             copies: Whether a tensor or an array is copied, to be put back where it is changed in place.
+            known: What others have noted at this instant, to which this is added: what several hold, such as the
+                settings of all layers, is noted once.
         """
-        remembering = _Remembering(copies or _is_no_data)
+        remembering = _Remembering(copies or _is_no_data, known)
         before = [
             (table, remembering.each({key: table[key] for key in keys if key in table}))
             for table, keys, _ in self._each(buffers=buffers)
@@ -217,6 +219,8 @@ class _Held:
 
 Remembered: TypeAlias = Callable[[], Any]
 """Function that makes a value what it was, and returns it."""
+Known: TypeAlias = dict[tuple[int, int], Remembered]
+"""Such functions by the ``id`` of their values, and by the depth to which these are looked into."""
 
 
 class _Remembering:
@@ -224,23 +228,30 @@ class _Remembering:
 
     Args:
         copies: Whether a tensor or an array is copied, to be put back where it is changed in place.
+        known: Functions that were made for values at this instant.
     """
 
-    def __init__(self, copies: Callable[[Any], bool]) -> None:
-        self._copies = copies
+    def __init__(self, copies: Callable[[Any], bool], known: Known | None = None) -> None:
+        self._copies, self._known = copies, {} if known is None else known
 
     def each(self, values: Mapping[Any, Any], depth: int = _DEPTH) -> dict[Any, Remembered]:
         """Return what makes each value what it is now."""
         return {key: self._remembered(value, depth) for key, value in values.items()}
 
     def _remembered(self, value: Any, depth: int) -> Remembered:
-        restore = self._restorer(value, depth)
+        if type(value) in PLAIN:
+            return lambda: value
+        key = id(value), depth
+        found = self._known.get(key)
+        if found is None:
+            restore = self._restorer(value, depth)
 
-        def restored() -> Any:
-            restore()
-            return value
+            def restored() -> Any:  # it holds the value, so that its id is no other's
+                restore()
+                return value
 
-        return restored
+            found = self._known[key] = restored
+        return found
 
     def _restorer(self, value: Any, depth: int) -> Callable[[], object]:
         if type(value) in PLAIN:

@@ -15,7 +15,7 @@ from deepspeed_partition.engine.pipeline.batch_attempt import Batch, Failure
 from deepspeed_partition.engine.pipeline.before_step import SMALL_BYTES, Buffers
 from deepspeed_partition.engine.pipeline.beside_layers import name_of
 from deepspeed_partition.engine.runtime.environment import warn_here, warn_once
-from deepspeed_partition.profiling.attributes import HeldState, Place
+from deepspeed_partition.profiling.attributes import HeldState, Known, Place
 
 SET_BETWEEN = (
     "{names} of layer {number} ({kind}) was set between two calls of train_batch, and forwards of the "
@@ -68,8 +68,12 @@ class HeldByLayer:
         """Tensors of more than 1 MiB, with the number of their changes then."""
         self._changing: set[int] = set()
 
-    def remembered(self) -> Callable[[Collection[Place]], None]:
-        """Note what the layer holds beside buffers; return what puts it back, but for some places."""
+    def remembered(self, known: Known | None = None) -> Callable[[Collection[Place]], None]:
+        """Note what the layer holds beside buffers; return what puts it back, but for some places.
+
+        Args:
+            known: what layers before it have noted at this instant.
+        """
         before, self._large = self._large, {}
 
         def copies(value: Any) -> bool:
@@ -82,7 +86,7 @@ class HeldByLayer:
             self._large[id(value)] = value, value._version
             return id(value) in self._changing
 
-        restore = self.state.remembered(buffers=False, copies=copies)
+        restore = self.state.remembered(buffers=False, copies=copies, known=known)
         large = [each for key, each in self._large.items() if key not in self._changing]
 
         def put_back(spared: Collection[Place]) -> None:
@@ -123,7 +127,8 @@ class StateOfStages:
             return
         kept, copies = self._restore[stage], self._buffers[stage]
         kept.pop(batch - self._num_kept - 1, None)
-        kept[batch] = [held.remembered() for held in self._layers[stage]]
+        known: Known = {}
+        kept[batch] = [held.remembered(known) for held in self._layers[stage]]
         if copies:
             kept[batch].append(copies[batch % len(copies)].before_step(all_of_them=False))
 
