@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import logging
 from typing import Any
 
@@ -14,7 +16,12 @@ from deepspeed_partition.engine.engine import MadPipeEngine
 from deepspeed_partition.engine.pipeline.module import Cut, asks_for_plan, partition_layers
 from deepspeed_partition.engine.pipeline.stages import allocation_of
 from deepspeed_partition.engine.runtime import accelerator
-from deepspeed_partition.engine.runtime.environment import announce, planning_is_off, prepare_cpu
+from deepspeed_partition.engine.runtime.environment import (
+    announce,
+    planning_is_off,
+    prepare_cpu,
+    without_lines_of_hosts,
+)
 
 
 def install() -> None:
@@ -38,11 +45,14 @@ def install() -> None:
         partition_layers(self, method, lambda own: original(self, method=own))
 
     stock_init = deepspeed.pipe.PipelineModule.__init__
+    place = [*inspect.signature(stock_init).parameters].index("partition_method") - 1  # without self
 
     @functools.wraps(stock_init)
     def __init__(self, *args, **kwargs):
         accelerator.before_communication()
-        stock_init(self, *args, **kwargs)
+        given = kwargs.get("partition_method", args[place] if len(args) > place else None)
+        with without_lines_of_hosts() if asks_for_plan(given) else contextlib.nullcontext():
+            stock_init(self, *args, **kwargs)
 
     _partition_layers.by_madpipe = True  # type: ignore[attr-defined]
     deepspeed.pipe.PipelineModule._partition_layers = _partition_layers

@@ -30,6 +30,10 @@ before = engine.module.bias.detach().clone()
 engine.backward(engine(torch.ones(1, 2)).sum())
 engine.step()
 assert torch.allclose(engine.module.bias, before - 0.5)
+layers = [torch.nn.Linear(2, 2) for _ in range(3)]
+for method in ("madpipe", "uniform"):
+    print("built with", method)
+    deepspeed.pipe.PipelineModule(layers, num_stages=1, loss_fn=torch.nn.MSELoss(), partition_method=method)
 """
 
 
@@ -43,3 +47,6 @@ def test_other_models_are_untouched():
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    planned, stock = done.stdout.partition("built with madpipe")[2].split("built with uniform")
+    assert "SEED_LAYERS" not in planned and "topology" not in planned, "lines that nobody can use"
+    assert "SEED_LAYERS" in stock, "DeepSpeed's own stays as it is"
