@@ -158,7 +158,14 @@ def fits(host: cases.Host, mode: str, turn: int, optimizer: str, *, decays: bool
         watch, strategy={"plan": saved(host, plan), "loss": "mean"}, val_check_interval=4, logger=logger,
         gradient_clip_val=clip or None,
     )  # fmt: skip
-    trainer.fit(model, loader(data), loader(given))
+    with Said() as said:
+        trainer.fit(model, loader(data), loader(given))
+    for words in (
+        "so forwards do not run ahead of it: an update is to take",
+        "its steps are not timed, for loggers",
+    ):
+        told = [line for line in said.lines if words in line]
+        assert len(told) == trainer.is_global_zero, (words, said.lines)
     assert watch.rests == [4, 6, 10, 12], watch.rests
     expected.version = versions_of(trainer)
     same(watch.losses, alone(expected, [*data, *data], watch.rests))
