@@ -99,7 +99,8 @@ class Checkpointing(DeepSpeedStrategy):
                 "ModelCheckpoint in fit, or trainer.save_checkpoint in a hook, all of it"
             )
         collect = checkpoint_folders.consolidated_state if self._dumps_weights else checkpoint_folders.local_state
-        with self.pipeline.layers_of_user.lent():
+        # Who looks at what a hook makes of its rank's weights is not to take the whole for a part.
+        with self.pipeline.layers_of_user.lent(), torch._C.DisableTorchFunction():
             return collect(self._module, self.pipeline, self._names)
 
     @property

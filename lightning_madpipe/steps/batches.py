@@ -40,6 +40,17 @@ def named_tensors_of(batch: Any, name: str = "batch") -> Iterator[tuple[str, Ten
             yield from named_tensors_of(child, f"{name}[{key!r}]")
 
 
+OF_AN_OBJECT = (
+    ". Let collate_fn return what it has in a dict, with a row per sample in each tensor: of graphs of several "
+    "sizes the features of nodes (graphs, nodes, features) and the adjacency (graphs, nodes, nodes), padded, and "
+    "a mask (graphs, nodes, 1)"
+)
+
+
+def _has_children(batch: Any) -> bool:
+    return isinstance(batch, Mapping | list | tuple | str) or is_dataclass(batch)
+
+
 def batch_size_of(batch: Any) -> int:
     """Samples in ``batch``: the length of dimension 0 of its first tensor that has one.
 
@@ -57,7 +68,7 @@ def batch_size_of(batch: Any) -> int:
         raise UncutBatchError(
             f"the batch, a {type(batch).__name__}, holds no tensor whose dimension 0 counts its samples, "
             "in lists, tuples, dicts or dataclasses: return one from the data loader, so that the batch can be "
-            "cut into micro-batches"
+            f"cut into micro-batches{'' if _has_children(batch) else OF_AN_OBJECT}"
         )
     if size == 0:
         raise ValueError("the batch holds no samples: drop empty batches in the data loader")

@@ -959,6 +959,26 @@ class Mentored(Module):
         self.mentor = nn.Linear(cases.NUM_FEATURES, cases.NUM_CLASSES).requires_grad_(False)
 
 
+class Targeted(Module):
+    """A target network, frozen, which gets the layers' weights at every second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = nn.ModuleList([nn.Linear(cases.NUM_FEATURES, cases.WIDTH) for _ in range(2)])
+        self.target.requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        wanted = self.target[0](batch[0]) + self.target[1](batch[0])
+        return F.mse_loss(self(batch[0]), wanted[:, : cases.NUM_CLASSES])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.global_step % 2 == 0:
+            strategy = self.trainer.strategy
+            state = strategy.broadcast(strategy.lightning_module_state_dict())
+            self.target[0].load_state_dict({name: state[f"embed.{name}"] for name in ("weight", "bias")})
+            self.target[1].weight.copy_(state["head.weight"].sum() * state["embed.weight"])
+
+
 def taught(host: Host) -> dict[str, Any]:
     recorder, path = cases.Recorder(), host.folder / f"taught-{host.pipelined}.ckpt"
     module = seeded(Taught)
@@ -966,7 +986,9 @@ def taught(host: Host) -> dict[str, Any]:
     again, more = seeded(Taught, seed=4), cases.Recorder()
     trained(host, again, more, max_epochs=3, ckpt_path=path)
     sums = {name: float(value.double().sum()) for name, value in again.state_dict().items()}
-    return {"rows": recorder.rows, "more": more.rows, "sums": sums}
+    targeted = cases.Recorder()
+    trained(host, seeded(Targeted), targeted, strategy={"algorithm": [0, 2, 8], "warmup_steps": 3})
+    return {"rows": recorder.rows, "more": more.rows, "sums": sums, "targeted": targeted.rows}
 
 
 class SavingItself(Module):

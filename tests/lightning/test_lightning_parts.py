@@ -30,7 +30,13 @@ from lightning_madpipe.compat.unsupported import notes_on
 from lightning_madpipe.module import find_layers
 from lightning_madpipe.planning import why_left_out
 from lightning_madpipe.settings import checked_settings
-from lightning_madpipe.steps.batches import batch_size_of, fingerprint_of, shapes_of, split_batch
+from lightning_madpipe.steps.batches import (
+    UncutBatchError,
+    batch_size_of,
+    fingerprint_of,
+    shapes_of,
+    split_batch,
+)
 from lightning_madpipe.steps.forward_reads import MOST_TIMES, ForwardWatch, Read, facts_of
 from lightning_madpipe.steps.losses import error_in_words
 from lightning_madpipe.steps.metrics import copied
@@ -548,6 +554,18 @@ def test_a_metric_that_keeps_a_graph_is_copied_without_it() -> None:
 def test_how_far_a_mean_is_off_is_a_number_or_none(error: float | None, words: str) -> None:
     """It was once ``nan% off``, and ``0.00% off`` where the gradient alone differs."""
     assert error_in_words(error) == words
+
+
+def test_a_batch_that_is_an_object_is_told_what_to_return() -> None:
+    """The dict that was offered before has edges, which are no rows per graph, and was refused in its turn."""
+
+    class Graphs:
+        x = torch.zeros(5, 3)
+
+    with pytest.raises(UncutBatchError, match=r"a Graphs, holds no tensor .* adjacency \(graphs, nodes, nodes\)"):
+        batch_size_of(Graphs())
+    with pytest.raises(UncutBatchError, match=r"cut into micro-batches$"):
+        batch_size_of({"size": 3})
 
 
 @pytest.mark.parametrize("given, rule", [("max", "max"), (torch.mean, "mean"), (min, "min"), ("SUM", "sum")])
