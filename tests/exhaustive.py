@@ -57,7 +57,7 @@ NAMED: dict[str, Sequence[str]] = {
                 "while_rank_1_measures", "while_rank_1_waits_for_the_plan", "after_the_move",
                 "before_it_has_the_name_of_another", "while_the_old_one_is_removed", "before_the_latest_is_named",
                 "in_a_step_of_the_warm_up", "while_states_move", "after_a_checkpoint_of_the_plan",
-                "stashing_then_stashing", "vertical-sync_then_vertical-sync", "2bw_then_flush",
+                "stashing_then_stashing", "2bw_then_2bw", "vertical-sync_then_vertical-sync", "2bw_then_flush",
                 "flush_then_stashing",
                 *(
                     f"{mode}_then_{mode}_in_{form}"
