@@ -38,13 +38,16 @@ class Draws:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._generators = {**COMMON, **_own(model)}
+        every = {**COMMON, **_own(model)}
+        self._before = [(each, generator_state(each)) for each in every.values()]
+        # What torch draws is an operation of its own.
+        self._generators = {name: each for name, each in every.items() if not isinstance(each, torch.Generator)}
         self._iterators: dict[str, Any] = {}
         self._last = self._states()
 
     @contextmanager
-    def of_iterators(self) -> Iterator[None]:
-        """Count what is taken from the modules' iterators, which give it once more afterwards."""
+    def rewound(self) -> Iterator[None]:
+        """Count what is taken from iterators of modules; they give it again afterwards, as generators do."""
         for path, module in self._model.named_modules():
             for name, value in list(vars(module).items()):
                 shown = ".".join(filter(None, ("self", path, name)))
@@ -58,6 +61,8 @@ class Draws:
         finally:
             for counted in self._iterators.values():
                 counted.put_back()
+            for generator, state in self._before:
+                set_generator_state(generator, state)
             self._iterators = {}
 
     def since_last(self, ended: CodeType | None = None) -> str | None:
@@ -138,7 +143,7 @@ def _own(model: nn.Module) -> dict[str, Any]:
         held = generators_of(module)
         of_self = {".".join(filter(None, ("self", path, name))): value for name, value in held.items()}
         for name, value in (*of_self.items(), *of_file.items()):
-            if isinstance(value, GENERATORS) and not isinstance(value, torch.Generator):
+            if isinstance(value, GENERATORS):
                 found.setdefault(id(value), (name, value))
     known = set(map(id, COMMON.values()))
     return {name: value for number, (name, value) in found.items() if number not in known}

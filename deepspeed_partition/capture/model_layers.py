@@ -54,6 +54,10 @@ class CapturedLayer(nn.Module):
         self.training = recipe.captured.training
         recording = recipe.captured.graph.recording
         fill(self, recording.modules, recording.attributes, recipe.names[number])
+        programs = [made[number] for made in recipe.programs.values()]
+        given = [leaf for program in programs for step in program.steps for leaf in step.given.leaves]
+        self.generators = [leaf for leaf in given if isinstance(leaf, torch.Generator)]
+        """The generators that its calls are given, whose states go with the layer to other ranks."""
 
     def forward(self, inputs: Any) -> Any:
         return self._recipe.program(self._number, self).run(self, inputs)

@@ -599,7 +599,7 @@ class Tape:
         fake_args, fake_kwargs = build(structure, fakes)
         root = Call(next(self._time), (), "", self.template((fake_args, fake_kwargs)), is_module=True)
         self._scopes.append(root)
-        with self.draws.of_iterators(), self.recording():
+        with self.draws.rewound(), self.recording():
             self._outer_context = _state()
             out = self._call_model(fake_args, fake_kwargs)
             if self.call is self.model:  # a step may draw behind its last call

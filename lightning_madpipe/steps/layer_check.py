@@ -262,7 +262,7 @@ class LayerCheck:
             draws = self._draws()
             watched = WatchedForward(self._anchors(), given, self._foreign(), draws, self._word)
             if draws is not None:
-                stack.enter_context(draws.of_iterators())
+                stack.enter_context(draws.rewound())
             start = autograd_state()
             try:
                 outputs = self._run_forward(passed, watched, stack)

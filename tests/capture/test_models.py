@@ -30,6 +30,7 @@ from deepspeed_partition.capture.model_layers import CapturedLayer, TiedLayer  #
 from deepspeed_partition.capture.ordering import choose_order  # noqa: E402
 from deepspeed_partition.capture.partition import flow_of  # noqa: E402
 from deepspeed_partition.capture.planned_memory import PlannedMemory  # noqa: E402
+from deepspeed_partition.generators import generators_of  # noqa: E402
 from deepspeed_partition.planner.errors import InfeasibleError  # noqa: E402
 from deepspeed_partition.planner.planning.make_plan import make_plan  # noqa: E402
 from deepspeed_partition.planner.problem import Platform  # noqa: E402
@@ -537,6 +538,45 @@ def test_what_a_capture_takes_from_an_iterator_is_given_once_more():
     model = nn.Sequential(Scaling(), nn.Linear(8, 8))
     captured_layers(model, torch.randn(3, 8))
     assert list(model[0].scales) == [1.0, 2.0, 3.0]
+
+
+class DrawingBlock(nn.Module):
+    """Draws a number from one generator of its own, and a tensor from another."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.numbers, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(x.shape, generator=self.generator)
+        return x + self.linear(x).tanh() * self.numbers.random() + 0.1 * noise
+
+
+class NoisyBlock(nn.Module):
+    """Draws tensors alone, so that its calls are written down."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.linear, self.generator = nn.Linear(8, 8), torch.Generator().manual_seed(seed)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x).tanh() + torch.randn(x.shape, generator=self.generator)
+
+
+def test_generators_of_modules_are_where_they_were_after_a_capture():
+    model = nn.Sequential(*(DrawingBlock(seed) for seed in range(3)))
+    alone, layers, x = copy.deepcopy(model), captured_layers(model, torch.randn(4, 8)), torch.randn(4, 8)
+    for _ in range(2):
+        torch.testing.assert_close(run_in_order(layers, x), alone(x))
+
+
+def test_a_layer_names_the_generators_that_its_calls_are_given():
+    model = nn.Sequential(*(NoisyBlock(seed) for seed in range(3)))
+    layers = captured_layers(model, torch.randn(4, 8))
+    held = [generator for layer in layers for generator in layer.generators]
+    assert held == [block.generator for block in model]
+    assert all(len(generators_of(layer)) == len(layer.generators) for layer in layers)
 
 
 def test_a_module_whose_code_draws_stays_whole():

@@ -737,6 +737,33 @@ def counting_blocks(host: cases.Host) -> dict[str, Any]:
     return trained(host, CountingBlocks, cases.loader(NUM_SAMPLES), {"num_micro_batches": 1})
 
 
+class DrawingBlock(nn.Module):
+    """Draws from two generators of its own; the tensor stands among the calls that are written down."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.numbers, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(x.shape, generator=self.generator)
+        return x + self.linear(x).tanh() * (self.numbers.random() if self.numbers else 1.0) + 0.1 * noise
+
+
+class DrawingBlocks(FourBlocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(DrawingBlock(seed) for seed in range(4))
+        for block in self.blocks[1:]:
+            block.numbers = None  # so that its calls are layers
+
+
+def drawing_blocks(host: cases.Host) -> dict[str, Any]:
+    """A capture drew a number that no step saw, and generators stayed behind where their layer moved."""
+    strategy = {"num_micro_batches": 1, "algorithm": [0, 3, 4]}
+    return trained(host, DrawingBlocks, cases.loader(NUM_SAMPLES), strategy)
+
+
 class NeedsAHook(OwnGenerators):
     """Reads what a hook of a batch sets."""
 
@@ -1260,6 +1287,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         own_generators,
         data_that_counts,
         counting_blocks,
+        drawing_blocks,
     ],
     4: [],
 }
