@@ -490,7 +490,7 @@ def show(plan: str, memory: bool, chain_file: str | None, as_json: bool) -> None
     click.echo("\n".join(parts), nl=False)
 
 
-@cli.command()
+@cli.command(short_help="PLAN as one page for a browser.")
 @input_file("plan")
 @chain_option("for its layers, memory over time and other algorithms")
 @measured_option
@@ -539,7 +539,7 @@ def report(plan: str, chain_file: str | None, measured: str | None, time_limit: 
     click.echo(f"saved {units.printable(output)}")
 
 
-@cli.command()
+@cli.command(short_help="PLAN as a trace for Perfetto and chrome://tracing.")
 @input_file("plan")
 @chain_option("for the instants of its step, where the plan alone does not tell them")
 @measured_option
@@ -568,7 +568,7 @@ def _chain_beside(plan: str, chain_file: str | None) -> Chain | None:
     return Chain.load(chain_file or beside)
 
 
-@cli.command()
+@cli.command(short_help="A chain of PipeDream's graph.txt, or a plan for others.")
 @input_file("graph", metavar="GRAPH|PLAN")
 @click.option(
     "--to",

@@ -35,6 +35,7 @@ COMMANDS = [
      "--micro-batches", "4"],
     ["frontier", "CHAIN", "--devices", "16", "--bandwidth", "100GB/s", "--algorithm", "uniform"],
     ["convert", "CHAIN"],
+    ["--help"],
 ]  # fmt: skip
 RUN = """
 from deepspeed_partition import cli
@@ -97,6 +98,8 @@ def test_nothing_is_wider_than_the_terminal_and_nothing_is_cut(plain):
         assert text.rstrip().endswith(("-> 0", "-> 3"))
         assert max(map(len, text.splitlines())) <= 80
         assert "…" not in text and "\x1b" not in text
+    said = [line for line in plain[len(COMMANDS) - 1].splitlines() if line.startswith("  ")]
+    assert len(said) > 10 and not any(line.rstrip().endswith("...") for line in said), "no sentence is cut off"
 
 
 def test_the_table_of_stages_has_every_column_and_every_layer(plain):
