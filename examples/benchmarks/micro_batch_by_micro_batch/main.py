@@ -3,6 +3,7 @@
     python main.py bounds      the published bound: exact values; against the shortest steps of 200 random cases
     python main.py patterns    periodic patterns: the published ones; 50 random chains against an integer program
     python main.py steps       steps of identical stages: each way to recompute, and the bound
+    python main.py unequal     steps of random chains of unequal layers: each way to recompute
     python main.py grid        periods on the evaluation grid of madpipe_vs_pipedream; --minutes: then it stops
     python main.py report      the tables, from results/
 
@@ -285,6 +286,16 @@ def report() -> None:
         one, bound = row["micro-batch"], row["bound"]
         cells = (row["always"], row["never"], row["stage"], one, round(bound, 2), f"{one / bound - 1:.1%}")
         print("| {}, {}, {} |".format(*row["value"]), " | ".join(map(str, cells)), "|")
+    unequal_rows = rows_of("unequal")
+    for way, base in (("micro-batch", "never"), ("micro-batch", "stage"), ("micro-batch", "block"),
+                      ("all", "micro-batch"), ("all", "block")):  # fmt: skip
+        found = [row[way] / row[base] for row in unequal_rows if row[way] and row[base]]
+        if found:
+            shorter = sum(ratio < 1 - 1e-9 for ratio in found)
+            mean = math.exp(math.fsum(map(math.log, found)) / len(found))
+            print(
+                f"| {way} over {base} | {shorter} of {len(found)} | {mean:.3f} | {min(found):.3f} | {max(found):.3f} |"
+            )
     table = rows_of("grid")
     for way, base in (("several", "whole"), ("halves", "whole"), ("micro-batch", "block"), ("all", "block")):
         both = [(row[way], row[base]) for row in table if row[way] and row[base]]
