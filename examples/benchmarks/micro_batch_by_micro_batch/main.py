@@ -293,9 +293,8 @@ def report() -> None:
         if found:
             shorter = sum(ratio < 1 - 1e-9 for ratio in found)
             mean = math.exp(math.fsum(map(math.log, found)) / len(found))
-            print(
-                f"| {way} over {base} | {shorter} of {len(found)} | {mean:.3f} | {min(found):.3f} | {max(found):.3f} |"
-            )
+            cells = f"{shorter} of {len(found)}", f"{mean:.3f}", f"{min(found):.3f}", f"{max(found):.3f}"
+            print(f"| {way} over {base} |", " | ".join(cells), "|")
     table = rows_of("grid")
     for way, base in (("several", "whole"), ("halves", "whole"), ("micro-batch", "block"), ("all", "block")):
         both = [(row[way], row[base]) for row in table if row[way] and row[base]]
