@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch.nn.parameter import is_lazy
+
 from deepspeed_partition.planner.units import counted
 from lightning_madpipe.checkpoint.weight_copies import refusals_of_averages
 from lightning_madpipe.compat.namespace import Lightning
@@ -96,6 +98,7 @@ def refuse_what_cannot_run(
         MisconfigurationException: the reasons.
     """
     fitting = trainer.state.fn == "fit"
+    refuse_weights_without_shapes(module, lightning)
     reasons = list(refusals_of(trainer, module, lightning.module_class, lightning.module("callbacks")))
     if fitting:
         replicated = num_processes > num_stages()
@@ -109,6 +112,23 @@ def refuse_what_cannot_run(
         reasons += _refusals_of_optimizer(module, lightning, flattened)
     if reasons:
         raise lightning.refusal(all_at_once(type(module).__name__, reasons))
+
+
+def refuse_weights_without_shapes(module: Any, lightning: Lightning) -> None:
+    """Refuse weights that the first batch is to make, as those of ``nn.LazyLinear``: layers are spread before it.
+
+    Raises:
+        MisconfigurationException: there are some.
+    """
+    lazy = [f"self.{name}" for name, weight in module.named_parameters() if is_lazy(weight)]
+    lazy += [f"self.{name}" for name, buffer in module.named_buffers() if is_lazy(buffer)]
+    if lazy:
+        others = f" and {len(lazy) - 1} more" if len(lazy) > 1 else ""
+        raise lightning.refusal(
+            f"{lazy[0]}{others} of {type(module).__name__} has no shape before a first batch, and a pipeline "
+            "spreads layers before that: run the module on one batch before fit, from the same random numbers in "
+            "all processes, as by `with torch.no_grad(): module(x)`, or name sizes (nn.Linear for nn.LazyLinear)"
+        )
 
 
 def _refusals_of_layers(

@@ -35,7 +35,15 @@ MOST_NAMED = 3
 
 
 class Branch(nn.Module):
-    """The place of a module of the user's within a layer: it has the children that the layer needs."""
+    """The place of a module of the user's within a layer: it has the children that the layer needs.
+
+    Args:
+        path: The module's name in the model.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
 
     def forward(self, *_: Any) -> None:
         raise RuntimeError("this part of a captured model is run by its layer")
@@ -142,8 +150,8 @@ def fill(
         for depth, part in enumerate(path):
             inner = at._modules.get(part)
             if inner is None:
-                inner = Branch()
-                inner.training = modules[".".join(path[: depth + 1])].training
+                inner = Branch(".".join(path[: depth + 1]))
+                inner.training = modules[inner.path].training
                 at.add_module(part, inner)
             at = inner
         if name in modules:

@@ -18,6 +18,8 @@ COUNTING = frozenset(("enumerate", "islice", "batched"))
 """Functions whose results go by the places of what they are given."""
 NUMBERS = frozenset(("range", "count"))
 """What makes a ``zip`` one by places. Lists that hooks keep are of this rank, as the parameters are."""
+BY_NAME = frozenset(("state_dict",))
+"""Functions that give a dict, of which ``[...]`` takes one by its name."""
 IN_ORDER = frozenset(("list", "tuple", "reversed", "filter", "map", "iter"))
 """Functions that keep an order in which places can be counted later."""
 
@@ -100,7 +102,7 @@ def _is_counted(node: ast.expr, tree: _Tree) -> bool:
         return True
     around = tree.parents.get(node)
     if isinstance(around, ast.Subscript) and around.value is node:
-        return True
+        return _called(node) not in BY_NAME
     if isinstance(around, ast.Call) and node in around.args:
         return _is_counting(around, tree) or (_called(around) in IN_ORDER and _is_counted(around, tree))
     if isinstance(around, ast.comprehension) and around.iter is node:
@@ -109,19 +111,25 @@ def _is_counted(node: ast.expr, tree: _Tree) -> bool:
     if isinstance(around, ast.Assign | ast.AnnAssign | ast.NamedExpr):
         targets = around.targets if isinstance(around, ast.Assign) else [around.target]
         function = tree.function_of(node)
-        return any(_is_counted_later(target, function, tree) for target in targets)
+        by_name = _called(around.value) in BY_NAME
+        return any(_is_counted_later(target, function, tree, by_name=by_name) for target in targets)
     return False
 
 
-def _is_counted_later(target: ast.expr, function: ast.AST, tree: _Tree) -> bool:
-    """Whether what a name or an attribute was given is taken by its places in the same function."""
+def _is_counted_later(target: ast.expr, function: ast.AST, tree: _Tree, *, by_name: bool) -> bool:
+    """Whether what a name or an attribute was given is taken by its places in the same function.
+
+    Args:
+        by_name: What stands in brackets are names.
+    """
     if isinstance(target, ast.List | ast.Tuple):
         return True
     wanted = ast.unparse(target)
     for node in ast.walk(function):
         if isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node) == wanted:
             around = tree.parents.get(node)
-            if isinstance(around, ast.Subscript) and around.value is node and isinstance(node.ctx, ast.Load):
+            is_taken = isinstance(around, ast.Subscript) and around.value is node
+            if is_taken and isinstance(node.ctx, ast.Load) and not by_name:
                 return True
             if isinstance(around, ast.Call) and node in around.args and _is_counting(around, tree):
                 return True
@@ -156,7 +164,7 @@ def _looks_up(call: ast.Call, tree: _Tree) -> bool:
     )
 
 
-def _called(node: ast.AST) -> str | None:
+def _called(node: ast.AST | None) -> str | None:
     if not isinstance(node, ast.Call):
         return None
     function = node.func

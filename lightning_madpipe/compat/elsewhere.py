@@ -305,7 +305,8 @@ class Elsewhere:
 
         DeepSpeed calls that before each batch, and would train what the user froze with ``eval()``. Layers that
         the user's module does not know are in its mode. A trial, a batch that DeepSpeed evaluates while the user's
-        module trains, is evaluated by all layers; before the next one they have their modes again. A batch of the
+        module trains, is evaluated by all layers; before the next one they have their modes again. Layers that
+        were found run the code of training even there, for the step takes what that returns. A batch of the
         user's own evaluation has the modes that ``on_validation_model_eval`` and its kin have left.
         """
         self._pipeline.training = mode
@@ -321,6 +322,9 @@ class Elsewhere:
             captured.follow_modes()
         if not mode and self._module.training and not self.keeps_modes:
             parts = {part for layer in held_modules(self._pipeline).values() for part in layer.modules()}
+            if captured is not None:
+                # These choose the code that runs: in evaluation it may return other things than the step takes.
+                parts -= set(self.made_for_the_pipeline())
             self._modes_before = WeakIdKeyDictionary({part: part.training for part in parts})
             for part in parts:
                 part.training = False

@@ -136,6 +136,8 @@ class LayerCheck:
         self._in_segment = False
         self._reads: dict[Read, None] = {}
         self._left: dict[Left, None] = {}
+        self._put_back: Callable[[], None] = lambda: None
+        """Gives the module and the layers the attributes that they had before ``forward`` ran."""
         self._unclear: str | None = None
         """What may end gradients, in words; the comparison of all gradients has to show whether it does."""
 
@@ -289,8 +291,13 @@ class LayerCheck:
 
     def _run_forward(self, inputs: Sequence[Tensor], watched: WatchedForward, stack: ExitStack) -> Any:
         before, within = self._traces(), Leftovers(nn.ModuleList(self._existing), vars(nn.Module()), undoable=True)
-        stack.callback(within.undo)
-        stack.callback(before.undo)
+
+        def put_back() -> None:
+            before.undo()
+            within.undo()
+
+        self._put_back = put_back
+        stack.callback(put_back)
         told: list[str] = []
         silent = {
             name: lambda *_, _name=name, **__: told.append(f"calls self.{_name}()") for name in ("log", "log_dict")
@@ -544,6 +551,7 @@ class LayerCheck:
             return False
         restore_buffers(buffers)
         restore()
+        self._put_back()  # what a layer counts begins again
         again = [_leaf(tensor, self._with_gradients) for tensor in self._arguments]
         try:
             sequence = self._run_layers(0, len(self._layers), _as_passed(again))

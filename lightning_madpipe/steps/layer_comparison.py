@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from deepspeed_partition.capture.model_layers import Branch
 from deepspeed_partition.engine import MadPipeEngine
 from deepspeed_partition.engine.runtime.collectives import from_rank_0, gather_objects, reduced
 from deepspeed_partition.engine.runtime.environment import announce
+from deepspeed_partition.profiling.sources import users_names
 from lightning_madpipe.compat.collective_calls import IN_A_LAYER, collectives_refused
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.unsupported import (
@@ -274,7 +277,17 @@ class LayerComparison:
     def layers_of_statistics(self) -> list[str]:
         elsewhere = self._pipeline.elsewhere
         named = ((f"self.{name}", part) for name, part in self._module.named_modules() if part in elsewhere.inside)
-        made = ((type(part).__name__, part) for part in elsewhere.made_for_the_pipeline())
-        mine = [*layers_of_statistics(named), *layers_of_statistics(made)]
+        parts = list(elsewhere.made_for_the_pipeline())
+        made = ((type(part).__name__, part) for part in parts if not isinstance(part, Branch))
+        mine = [*layers_of_statistics(named), *layers_of_statistics(made), *self._opened_statistics(parts)]
         everyone = gather_objects(mine, self._pipeline.mpu().get_pipe_parallel_group())
         return list(dict.fromkeys(name for names in everyone for name in names))
+
+    def _opened_statistics(self, parts: Sequence[nn.Module]) -> Iterator[str]:
+        """Normalization of which layers run the code alone, as within ``torch.no_grad()``, by its own mode."""
+        captured = self._pipeline.call_of_module.captured
+        for part in parts:
+            if isinstance(part, Branch) and "running_mean" in part._buffers:
+                own = captured.root.get_submodule(part.path)
+                if own.training and "frozen" not in type(own).__name__.lower():
+                    yield f"{users_names.get(own, part.path)} ({type(own).__name__})"

@@ -351,7 +351,10 @@ class BatchRunner:
         run.runs_once = evaluates_once and len(run.micro_batches) > 1
         if run.runs_once:
             self._evaluated.add(step)
-        is_captured = self._pipeline.call_of_module.captured is not None
+        captured = self._pipeline.call_of_module.captured
+        is_captured = captured is not None
+        if captured is not None:
+            captured.follow_modes()  # before layers are compared: a hook may have put a part into eval()
         key = key_of(step, run.micro_batches[0].data) if is_captured else step
         if key not in self._rehearsed:
             raised_together(self._structure.check)  # before ranks work together on the step's first batch

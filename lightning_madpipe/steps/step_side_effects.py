@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from deepspeed_partition.code_names import LIBRARIES
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.generators import GENERATORS
-from lightning_madpipe.compat.elsewhere import HiddenTensors
+from lightning_madpipe.compat.elsewhere import HiddenTensors, StandIn
 from lightning_madpipe.module import outside_pipeline
 
 PLAIN = frozenset((bool, bytes, complex, float, int, str, NoneType))
@@ -341,8 +341,9 @@ def _is_same(seen: Seen, value: Any, visited: set[int]) -> bool:
     visited.add(id(value))
     known = seen.contents
     if isinstance(value, Tensor):
-        # What a capture has left, such as in a dictionary that a hook fills, has no data to be compared.
-        is_known = known is not None and not isinstance(value, FakeTensor)
+        # What a capture has left, such as in a dictionary that a hook fills, has no data to be compared, nor has
+        # what stands for a tensor of another rank.
+        is_known = known is not None and not isinstance(value, FakeTensor | StandIn)
         return seen.version == _version(value) and (not is_known or torch.equal(value, known))
     if known is None:
         is_array = isinstance(value, numpy.ndarray)

@@ -762,6 +762,86 @@ def drawing_blocks(host: cases.Host) -> dict[str, Any]:
     """A capture drew a number that no step saw, and generators stayed behind where their layer moved."""
     strategy = {"num_micro_batches": 1, "algorithm": [0, 3, 4]}
     return trained(host, DrawingBlocks, cases.loader(NUM_SAMPLES), strategy)
+=======
+class FrozenBackbone(Sgd):
+    """Trains a head behind a backbone whose normalization a hook puts into ``eval()`` when layers were found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16))
+        self.head = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+        self.backbone.requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.backbone.eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            features = self.backbone(x)
+        return self.head(features)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0]).square().mean()
+
+
+def frozen_backbone(host: cases.Host) -> dict[str, Any]:
+    """It was refused: layers were compared in the mode in which they were found, which was blamed on counters."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = trained(host, FrozenBackbone, cases.loader(NUM_SAMPLES))
+    return {**found, "said": [str(each.message) for each in said if "batch normalization" in str(each.message)]}
+
+
+class AuxiliaryHead(Sgd):
+    """Returns what two heads give in training, and what one gives in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 16)
+        self.head, self.auxiliary = nn.Linear(16, 4), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = torch.tanh(self.first(x))
+        found = self.head(torch.tanh(self.second(hidden)))
+        return (found, self.auxiliary(hidden)) if self.training else found
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        found, auxiliary = self(batch[0])
+        return found.square().mean() + 0.4 * (auxiliary - 1).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self(batch[0]).square().mean())
+
+
+def auxiliary_head(host: cases.Host) -> dict[str, Any]:
+    """Its loss was tried on what it returns in evaluation, and the run was refused."""
+    return trained(host, AuxiliaryHead, cases.loader(NUM_SAMPLES))
+
+
+class Lazy(Sgd):
+    """Has weights without shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0]).square().mean()
+
+
+def lazy_after_a_batch(host: cases.Host) -> dict[str, Any]:
+    """The way out of the refusal of weights without shapes."""
+
+    def build() -> Lazy:
+        module = Lazy()
+        with torch.no_grad():
+            module(next(iter(cases.loader(NUM_SAMPLES)))[0])
+        return module
+
+    return trained(host, build, cases.loader(NUM_SAMPLES))
 
 
 class NeedsAHook(OwnGenerators):
@@ -1228,7 +1308,7 @@ def refused_modules(host: cases.Host) -> dict[str, Any]:
         Noisy, NoCall, OtherOrder, ChangingCall, Branching, BranchingInside, BranchingLoss, Resized, Generating,
         Unequal, Attached, RateInForward, RateOfTrainer, Carrying, CarryingForBatches, CarryingByLayers,
         MixedWindow, ByChance, ByChanceFound, Adjacent, AdjacentInLayers, SparseRows, FeaturedDeciding,
-        NeedsAHook, FourBlocks,
+        NeedsAHook, FourBlocks, Lazy,
     ):  # fmt: skip
         if not is_chosen(build.__name__):
             continue
@@ -1288,6 +1368,10 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         data_that_counts,
         counting_blocks,
         drawing_blocks,
+=======
+        frozen_backbone,
+        auxiliary_head,
+        lazy_after_a_batch,
     ],
     4: [],
 }

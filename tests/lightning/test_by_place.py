@@ -25,6 +25,12 @@ def parameters() -> Iterator[int]:
     yield from range(3)
 
 
+def state_dict() -> dict[str, int]:
+    """What ``self.state_dict()`` is."""
+    FOUND.append(goes_by_place(sys._getframe(1)))
+    return {"weight": 1}
+
+
 class Listed(list[int]):
     """What ``group["params"]`` is."""
 
@@ -54,6 +60,11 @@ def named_list() -> int:
 def taken_apart() -> list[int]:
     _, *rest = parameters()
     return rest
+
+
+def named_state() -> int:
+    state = state_dict()
+    return state["weight"]
 
 
 def own_averages() -> list[int]:
@@ -90,6 +101,9 @@ def loop() -> dict[int, int]:
         (lambda: list(zip(range(3), parameters(), strict=True)), True),
         (lambda: {weight: place for place, weight in enumerate(Listed([1, 2]))}, True),
         (lambda: list(Listed([1, 2]))[1], True),
+        (lambda: list(enumerate(state_dict())), True),
+        (lambda: state_dict()["weight"], False),
+        (named_state, False),
         (own_averages, False),
         (kept_list, False),
         (loop, False),

@@ -41,6 +41,7 @@ class Net(pl.LightningModule):
         self.new = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
         self.counts, self.seen = 0, []
         self.own, self.mean = Noise(), MeanMetric()
+        self.counter = Counter()
         self.turns, self.rng = itertools.cycle([1, 0]), random.Random(0)
 
 
@@ -54,6 +55,18 @@ class Two(nn.Module):
             x, mask = x
         x = self.linear(x) * scale
         return x if mask is None else (x * mask, mask)
+
+
+class Counter(nn.Module):
+    """Counts its runs, and goes by that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        return x * self.runs
 
 
 class Noise(nn.Module):
@@ -312,6 +325,7 @@ SAME: dict[str, tuple[Callable[..., Any], Callable[[Any], list[Any]]]] = {
         names("a b c"),
     ),
     "a seed": (reseeded, names("a b c")),
+    "a counter of a layer": (lambda m, x: m.c(m.counter(m.a(x))), names("a counter c")),
     "generators of layers": (lambda m, x: m.c(m.own(m.a(x))), names("a own c")),
     "an own generator that nobody needs": (
         lambda m, x: m.c(m.b(m.a(x))) if len(torch.rand(3, generator=GENERATOR)) else x,

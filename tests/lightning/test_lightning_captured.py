@@ -73,6 +73,8 @@ def test_dropout_draws_from_the_seed(two: Records) -> None:
         ),
         ("NeedsAHook", "at captured_cases.py:"),
         ("NeedsAHook", "before any hook of an epoch or a batch: set what it reads in __init__() or setup()"),
+        ("Lazy", "self.net.0.weight and 3 more of Lazy has no shape before a first batch"),
+        ("Lazy", "run the module on one batch before fit"),
         ("Attached", "since self.encoder.gain.alpha has changed, the layers that were found of self()"),
     ],
 )
