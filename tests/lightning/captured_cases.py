@@ -762,7 +762,8 @@ def drawing_blocks(host: cases.Host) -> dict[str, Any]:
     """A capture drew a number that no step saw, and generators stayed behind where their layer moved."""
     strategy = {"num_micro_batches": 1, "algorithm": [0, 3, 4]}
     return trained(host, DrawingBlocks, cases.loader(NUM_SAMPLES), strategy)
-=======
+
+
 class FrozenBackbone(Sgd):
     """Trains a head behind a backbone whose normalization a hook puts into ``eval()`` when layers were found."""
 
@@ -1368,7 +1369,6 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         data_that_counts,
         counting_blocks,
         drawing_blocks,
-=======
         frozen_backbone,
         auxiliary_head,
         lazy_after_a_batch,
