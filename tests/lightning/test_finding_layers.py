@@ -19,7 +19,7 @@ from lightning_madpipe.finding.example_batch import example_batch
 
 
 def trainer_with(loaders: Any) -> Any:
-    source = SimpleNamespace(instance=loaders, dataloader=lambda: source.instance)
+    source = SimpleNamespace(instance=loaders, name="train_dataloader", dataloader=lambda: source.instance)
     return SimpleNamespace(
         state=SimpleNamespace(fn=SimpleNamespace(value="fit")),
         fit_loop=SimpleNamespace(_data_source=source),
