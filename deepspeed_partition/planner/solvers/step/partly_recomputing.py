@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from heapq import nsmallest
-from itertools import islice
+from itertools import islice, takewhile
 from math import inf
 
 import numpy as np
@@ -171,7 +171,8 @@ class PartlyRecomputing:
             centres.add(placement)
             while not self.search.ended():
                 estimate = self.best_of[placement][0]
-                better = next((each for each in self._around(placement) if self._attempt(*each, estimate)), None)
+                around = takewhile(lambda _: not self.search.out_of_time(), self._around(placement))
+                better = next((each for each in around if self._attempt(*each, estimate)), None)
                 if better is None:
                     break
                 placement = better[0]
