@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
-import struct
 import subprocess
 import sys
-import termios
 from pathlib import Path
 
 import pytest
+
+from tests.terminal import output_in_a_terminal
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -47,27 +46,9 @@ def on_a_screen(text: str) -> list[str]:
 
 def in_a_terminal(*command: str, columns: int = 80) -> list[str]:
     """Return the lines that a command leaves on a terminal."""
-    terminal, its_end = os.openpty()
-    fcntl.ioctl(its_end, termios.TIOCSWINSZ, struct.pack("4H", 50, columns, 0, 0))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm"}
-    text = b""
-    root = EXAMPLES.parent
-    with subprocess.Popen(
-        command, stdin=its_end, stdout=its_end, stderr=its_end, env=environment, cwd=root
-    ) as run:
-        os.close(its_end)
-        while True:
-            try:
-                part = os.read(terminal, 65536)
-            except OSError:  # the other end is closed
-                break
-            if not part:
-                break
-            text += part
-    os.close(terminal)
-    lines = on_a_screen(text.decode().replace("\r\n", "\n\r"))
-    assert run.returncode == 0, lines
-    return lines
+    text = output_in_a_terminal(command, environment, columns=columns, folder=EXAMPLES.parent)
+    return on_a_screen(text.replace("\r\n", "\n\r"))
 
 
 EXPECTED = (

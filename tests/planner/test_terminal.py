@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
-import struct
-import subprocess
 import sys
-import termios
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -23,6 +19,7 @@ from deepspeed_partition.planner.report.pictures import frontier_svg
 from deepspeed_partition.planner.report.planned_run import busy, planned_run
 from tests.planner.test_micro_batches import two_per_period
 from tests.planner.test_timeline import planned
+from tests.terminal import output_in_a_terminal
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 NUM_DEVICES = 16
@@ -66,24 +63,10 @@ def shown(folder: os.PathLike[str], commands: list[list[str]], **environment: st
     files = {"CHAIN": f"{folder}/chain.json", "PLAN": f"{folder}/plan.json"}
     long_chain().save(files["CHAIN"])
     commands = [[files.get(word, word) for word in command] for command in commands]
-    terminal, its_end = os.openpty()
-    fcntl.ioctl(its_end, termios.TIOCSWINSZ, struct.pack("4H", 50, 80, 0, 0))
     variables = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | environment
-    text = b""
     command = [sys.executable, "-c", RUN.format(commands=commands)]
-    with subprocess.Popen(command, stdout=its_end, stderr=subprocess.DEVNULL, env=variables) as running:
-        os.close(its_end)
-        while True:
-            try:
-                part = os.read(terminal, 65536)
-            except OSError:  # the other end is closed
-                break
-            if not part:
-                break
-            text += part
-    os.close(terminal)
-    assert running.returncode == 0
-    parts = text.decode().replace("\r\n", "\n").split("$ ")[1:]
+    text = output_in_a_terminal(command, variables, only_output=True)
+    parts = text.replace("\r\n", "\n").split("$ ")[1:]
     return dict(enumerate(parts))
 
 
