@@ -16,13 +16,14 @@ from torch import nn
 
 from deepspeed_partition.profiling import (
     layer_profiles,
+    links,
     measure_links,
     measure_operations,
     measure_stage,
     profile_chain,
     sharing,
 )
-from deepspeed_partition.profiling.links import _shared_seconds
+from deepspeed_partition.profiling.links import SMALL_BYTES, _another, _shared_seconds
 from tests.profiling.networks import networks
 
 QUICK = {"warm_up": 1, "repeats": 1, "device": "cpu"}
@@ -157,6 +158,17 @@ def on_one_rank() -> dict[str, Any]:
     return {"said": said, "sentence": sentence, "own": own, "all": profile_chain(*network, **QUICK).num_layers}
 
 
+def at_a_busy_start() -> float:
+    """The latency where small messages take milliseconds at first."""
+    small = iter([2e-3, 5e-5] * 2)
+
+    def seconds(num_bytes: int, *others: Any) -> float:
+        return next(small) if num_bytes == SMALL_BYTES else 0.1
+
+    with patch.object(links, "_one_way_seconds", seconds):
+        return measure_links().latency_seconds
+
+
 def main(path: str) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
@@ -170,6 +182,8 @@ def main(path: str) -> None:
         "sharing": everywhere((link.duplex, link.port_bandwidth, link.devices_per_port)),
         "flows": everywhere(_shared_seconds(flows, 100_000, None, torch.device("cpu"))),
         "links_seconds": links_seconds,
+        "busy start": everywhere(at_a_busy_start()),
+        "one other group": everywhere(_another(None) is _another(None)),
         "operations": everywhere(astuple(measure_operations())),
         "operations_on_gpus": everywhere(astuple(measure_operations(device="cuda"))),
         "networks": shared_sizes(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +99,15 @@ def test_links_are_the_same_everywhere(report):
     assert latency_seconds < report["links_seconds"]
 
 
+def test_a_processor_that_is_busy_at_first_is_no_latency(report):
+    assert report["busy start"] == pytest.approx([5e-5] * NUM_RANKS, rel=0.02)
+
+
+def test_connections_of_their_own_are_made_once(report):
+    """A group that is made again has the name of the one before, and finds its old addresses."""
+    assert report["one other group"] == [True] * NUM_RANKS
+
+
 def test_what_operations_cost_is_the_same_everywhere(report):
     assert report["operations"] == [report["operations"][0]] * NUM_RANKS
     seconds, copy_bandwidth = report["operations"][0]
@@ -162,7 +170,7 @@ def test_what_transfers_share_is_told_by_how_much_longer_they_take(monkeypatch, 
     monkeypatch.setattr(links.dist, "get_world_size", lambda group: 4)
     monkeypatch.setattr(links.dist, "all_gather_object", gather)
     monkeypatch.setattr(links, "_shared_seconds", seconds)
-    monkeypatch.setattr(links, "_another", lambda group: nullcontext("connections of its own"))
+    monkeypatch.setattr(links, "_another", lambda group: "connections of its own")
     link = links._with_sharing(links.Link(bandwidth=100.0, latency_seconds=0.0), None, torch.device("cpu"))
     assert (link.duplex, link.port_bandwidth, link.devices_per_port) == found
 
