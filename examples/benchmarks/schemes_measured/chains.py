@@ -69,7 +69,7 @@ CASES = (
     ),
     # Five layers do not divide by four devices, and ZeRO-2 and what has more do not fit.
     Case(
-        name="little memory", megabits=500, rounds=1, num_layers=5, forward_seconds=0.4, weight_numbers=1_500_000,
+        name="little memory", megabits=1000, rounds=1, num_layers=5, forward_seconds=0.4, weight_numbers=1_500_000,
         output_numbers=1_000, optimizer="Adam", fixed_bytes=40_000_000,
         memory_bytes=93_000_000,
     ),
