@@ -41,6 +41,7 @@ from deepspeed_partition.planner.weight_versions import FLUSH
 from lightning_madpipe.module import outside_pipeline
 from lightning_madpipe.steps.batch_runs import BatchRun
 from lightning_madpipe.steps.batches import not_by_samples
+from lightning_madpipe.steps.logged_sizes import LoggedSizes
 from lightning_madpipe.steps.loss_signs import STEPS_BEFORE_AN_EPOCH, Attributes
 from lightning_madpipe.steps.losses import (
     SAMPLES,
@@ -103,6 +104,8 @@ class LossOfBatches:
     """Whether the step runs once for each batch."""
     weight: Weight = SAMPLES
     log_rules: dict[str, str] = field(default_factory=dict)
+    logged_sizes: LoggedSizes = field(default_factory=LoggedSizes)
+    """What is known of the ``batch_size`` that training steps log with."""
     _fitting: frozenset[Weight] | None = None
     """All weights that have explained every batch that was tried."""
     _considered: frozenset[Weight] = frozenset()
@@ -362,6 +365,7 @@ class LossOfBatches:
             if finding.traces:
                 self._tell(said(finding.traces), key="traces")
             self.log_rules.update(finding.log_rules)
+            self.logged_sizes.learn(finding.constant_sizes, finding.counted_sizes)
             for name, joined, whole in finding.wrong_results:
                 self._tell(
                     f"training_step returns {name}, which is {whole:.6g} for a batch and {joined:.6g} as joined "

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightning_madpipe.steps.batches import named_tensors_of
+from lightning_madpipe.steps.logged_sizes import LogKey
 
 Weight = tuple[Hashable, ...]
 Vector = NDArray[numpy.float64]
@@ -74,6 +75,10 @@ class Finding:
     """The relative error of the mean over samples as the loss of the batch."""
     log_rules: Mapping[str, str] = field(default_factory=dict)
     """How logged numbers are merged that are no means over samples: weighted as the ``loss``, or their ``sum``."""
+    constant_sizes: tuple[LogKey, ...] = ()
+    """The calls of ``self.log`` whose ``batch_size`` is the same for the batch and for its micro-batches."""
+    counted_sizes: tuple[LogKey, ...] = ()
+    """Those whose ``batch_size`` counts what the step was given."""
     wrong_logs: tuple[tuple[str, float, float, str], ...] = ()
     """Names that are logged with another value than that of the whole batch: name, merged, whole, how merged."""
     wrong_results: tuple[tuple[str, float, float], ...] = ()

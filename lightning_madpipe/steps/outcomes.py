@@ -17,6 +17,7 @@ from deepspeed_partition.engine.runtime.collectives import broadcast_object, gat
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.engine.runtime.first_failure import raised_by_all
 from lightning_madpipe.steps.batch_runs import BatchRun
+from lightning_madpipe.steps.logged_sizes import LoggedSizes
 from lightning_madpipe.steps.loss_mode import LossOfBatches
 from lightning_madpipe.steps.metrics import MetricValue
 from lightning_madpipe.steps.own_generators import States
@@ -68,6 +69,7 @@ class Outcomes:
         self._steps, self._losses, self._refusal = steps, losses, refusal
         self._device = engine.device
         self._told: set[str] = set()
+        self._logged_sizes: dict[str, LoggedSizes] = {}
         self._before: Leftovers | None = None
         self._changes: list[Change] = []
         """What the steps of the batch had changed before an update came between them."""
@@ -161,7 +163,7 @@ class Outcomes:
         error: Exception | None = None
         results: list[StepResult] = []
         try:
-            results = [result_of(run.done, rules) for run in window]
+            results = [result_of(run.done, rules, self._sizes_of(step)) for run in window]
         except ValueError as raised:
             error = self._refusal(str(raised))
         changes = [*self._changes, *self._taken_changes(step)]
@@ -172,6 +174,13 @@ class Outcomes:
         batches = [_written_back(run) for run in window]
         draws = self._steps.draws.left()
         return Outcome(results, changes, calls, self._stops(window, step), error, draws, batches)
+
+    def _sizes_of(self, step: str) -> LoggedSizes:
+        if step not in self._logged_sizes:
+            known = self._losses.logged_sizes if step == "training_step" else LoggedSizes()
+            known.tell = lambda sentence: self._say(f"{step} {sentence}")
+            self._logged_sizes[step] = known
+        return self._logged_sizes[step]
 
     def _taken_changes(self, step: str) -> list[Change]:
         """What steps have changed since :meth:`remember`, and say what of it other ranks do not see."""

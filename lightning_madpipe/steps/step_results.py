@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_madpipe.steps.batches import join_pieces
+from lightning_madpipe.steps.logged_sizes import LoggedSizes, LogKey
 from lightning_madpipe.steps.metrics import MetricValue
 from lightning_madpipe.steps.micro_batches import LogCall, MicroBatch
 
@@ -23,7 +24,11 @@ class StepResult(NamedTuple):
     returned: Any
 
 
-def result_of(micro_batches: Sequence[MicroBatch], log_rules: Mapping[str, str] | None = None) -> StepResult:
+def result_of(
+    micro_batches: Sequence[MicroBatch],
+    log_rules: Mapping[str, str] | None = None,
+    logged_sizes: LoggedSizes | None = None,
+) -> StepResult:
     """The loss, the logs and the output of a Lightning batch from those of its micro-batches.
 
     Means are weighted by the micro-batches' sizes, so they are those of the whole batch; where
@@ -31,6 +36,7 @@ def result_of(micro_batches: Sequence[MicroBatch], log_rules: Mapping[str, str] 
 
     Args:
         log_rules: Of logged numbers that are merged otherwise, see :func:`merged_logs`.
+        logged_sizes: What is known of the ``batch_size`` that the step logs with.
 
     Raises:
         ValueError: somebody reads what the step returns, and it cannot be joined.
@@ -38,7 +44,8 @@ def result_of(micro_batches: Sequence[MicroBatch], log_rules: Mapping[str, str] 
     with_loss = [micro_batch for micro_batch in micro_batches if micro_batch.loss is not None]
     losses = _as_floats([micro_batch.loss for micro_batch in with_loss])
     loss = _weighted_sum(losses, _shares_of(with_loss)) if losses else None
-    return StepResult(loss, merged_logs(micro_batches, log_rules or {}), _joined_output(micro_batches))
+    log_calls = merged_logs(micro_batches, log_rules or {}, logged_sizes)
+    return StepResult(loss, log_calls, _joined_output(micro_batches))
 
 
 def _joined_output(micro_batches: Sequence[MicroBatch]) -> Any:
@@ -76,13 +83,19 @@ def _numbers_in(value: Any, place: str) -> Iterator[tuple[str, float]]:
         yield place, float(value)
 
 
-def merged_logs(micro_batches: Sequence[MicroBatch], rules: str | Mapping[str, str] = "samples") -> list[LogCall]:
+def merged_logs(
+    micro_batches: Sequence[MicroBatch],
+    rules: str | Mapping[str, str] = "samples",
+    logged_sizes: LoggedSizes | None = None,
+) -> list[LogCall]:
     """The log calls of a batch from those of its micro-batches.
 
     Args:
         rules: How means are merged, one for all or by name: weighted by ``samples``, which is the default, or as
             the ``loss`` is; or as a ``sum``.
+        logged_sizes: What is known of each ``batch_size`` from the batches before; None: nothing.
     """
+    logged_sizes = LoggedSizes() if logged_sizes is None else logged_sizes
     # The k-th call with a name is merged with the k-th call of the other micro-batches.
     same: dict[tuple[str, int], list[tuple[LogCall, int]]] = defaultdict(list)
     shares = _shares_of(micro_batches)
@@ -94,23 +107,35 @@ def merged_logs(micro_batches: Sequence[MicroBatch], rules: str | Mapping[str, s
     plain = [calls for calls in same.values() if not isinstance(calls[0][0]["value"], MetricValue)]
     floats = iter(_as_floats([log_call["value"] for calls in plain for log_call, _ in calls]))
     merged = []
-    for calls in same.values():
+    for key, calls in same.items():
         if isinstance(calls[0][0]["value"], MetricValue):
             merged.append(calls[-1][0])  # the last micro-batch's knows the value of the batch
             continue
-        sizes, given = [size for _, size in calls], [log_call.get("batch_size") for log_call, _ in calls]
-        # The same number for micro-batches of several sizes, such as 1, is meant for a batch, whatever its size.
-        is_constant = len(set(given)) == 1 and bool(given[0]) and len(set(sizes)) > 1
-        weights = sizes if is_constant else [own or size for own, size in zip(given, sizes, strict=True)]
+        sizes, given = [size for _, size in calls], [_plain(log_call.get("batch_size")) for log_call, _ in calls]
         values = [next(floats) for _ in calls]
         first = calls[0][0]
+        weights = logged_sizes.weights(key, given, sizes, matters=_is_mean(first) and bool(first.get("on_epoch")))
         rule = rules if isinstance(rules, str) else rules.get(first["name"], "samples")
         if len(calls) == len(shares) and rule != "samples" and _is_mean(first):
             value = _weighted_sum(values, shares if rule == "loss" else [1.0] * len(values))
         else:
-            value = _reduced(first, values, weights)
-        merged.append({**first, "value": value, "batch_size": given[0] if is_constant else sum(weights)})
+            value = _reduced(first, values, weights.of_pieces)
+        merged.append({**first, "value": value, "batch_size": weights.of_batch})
     return merged
+
+
+def sizes_logged(log_calls: Sequence[LogCall]) -> Iterator[tuple[LogKey, int]]:
+    """The ``batch_size`` of each call that has one."""
+    seen: Counter[str] = Counter()
+    for log_call in log_calls:
+        key = log_call["name"], seen[log_call["name"]]
+        seen[log_call["name"]] += 1
+        if log_call.get("batch_size"):
+            yield key, _plain(log_call["batch_size"])
+
+
+def _plain(number: Any) -> Any:
+    return number.item() if isinstance(number, Tensor) else number
 
 
 def _is_mean(log_call: LogCall) -> bool:

@@ -19,6 +19,7 @@ from deepspeed_partition.profiling.failed_backward import forget_failed_backward
 from lightning_madpipe.module import outside_pipeline
 from lightning_madpipe.steps.batch_runs import WAY_OUT, BatchRun, cut_inputs
 from lightning_madpipe.steps.batches import join_pieces
+from lightning_madpipe.steps.logged_sizes import told_apart
 from lightning_madpipe.steps.losses import (
     TOLERANCE,
     Finding,
@@ -32,7 +33,7 @@ from lightning_madpipe.steps.losses import (
     views_of,
     weights_of,
 )
-from lightning_madpipe.steps.step_results import merged_logs, returned_numbers, rule_of
+from lightning_madpipe.steps.step_results import merged_logs, returned_numbers, rule_of, sizes_logged
 from lightning_madpipe.steps.user_step import NoLossError, UserSteps
 from lightning_madpipe.steps.what_steps_leave import StepTraces, differences
 
@@ -235,7 +236,14 @@ def _logs(run: BatchRun, alike: Sequence[Any], tolerance: float) -> dict[str, An
             wrong.append((key[0], found["samples"].get(key, numpy.nan), value, names[key[0]]))
         elif fitting[0] != "samples":
             rules[key[0]] = fitting[0]
-    return {"log_rules": rules, "wrong_logs": tuple(wrong)}
+    logged = [each for micro_batch in alike for each in sizes_logged(micro_batch.log_calls)]
+    constants, counts = told_apart(list(sizes_logged(run.whole.log_calls)), logged)
+    return {
+        "log_rules": rules,
+        "wrong_logs": tuple(wrong),
+        "constant_sizes": constants,
+        "counted_sizes": counts,
+    }
 
 
 def _wrong_results(

@@ -433,6 +433,34 @@ def summed(host: Host) -> dict[str, Any]:
     return {"records": records}
 
 
+class LogsSizes(cases.Classifier):
+    """Weights what it logs by numbers that count samples and by numbers that are the same for every batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        for name, size in {"one": 1, "constant": 3, "samples": len(y), "elements": x.numel()}.items():
+            self.log(name, loss, batch_size=size, on_epoch=True, on_step=False)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        logits = self(x)
+        for name, size in {"val_one": 1, "val_samples": len(y)}.items():
+            self.log(name, F.cross_entropy(logits, y), batch_size=size)
+
+
+def logged_sizes(host: Host) -> dict[str, Any]:
+    """The last batch of an epoch is shorter: cut into fewer micro-batches, and once of other sizes."""
+    records = {}
+    for loss, size in (("auto", 16), ("auto", 4), ("mean", 16), ("batch", 4)):
+        trainer = host.trainer(max_epochs=2, strategy={"loss": loss})
+        data = DataLoader(cases.samples(2 * size + 2), batch_size=size)
+        trainer.fit(seeded(LogsSizes), data, DataLoader(cases.samples(18, seed=3), batch_size=16))
+        records[f"{loss}, {size}"] = plain(dict(trainer.callback_metrics))
+    return records
+
+
 def with_metrics(host: Host) -> dict[str, Any]:
     module = seeded(WithMetrics)
     trainer = host.trainer(num_sanity_val_steps=1)
@@ -761,7 +789,7 @@ def collectives(host: Host) -> dict[str, Any]:
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     2: [
         predictions, default_predictions, returned, left_behind, with_metrics, logs_everywhere, shown, summed,
-        skips,        *loop_cases.SAME_AS_SINGLE[2],
+        skips, logged_sizes, *loop_cases.SAME_AS_SINGLE[2],
     ],
     4: [predictions, left_behind, replicated_metrics],
 }  # fmt: skip

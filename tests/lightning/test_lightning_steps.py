@@ -23,6 +23,7 @@ from lightning_madpipe.compat.elsewhere import Elsewhere
 from lightning_madpipe.module import HOLDER, PipelineHolder, find_layers
 from lightning_madpipe.steps.batch_runs import dims_of_outputs
 from lightning_madpipe.steps.batches import UncutBatchError, join_pieces, map_children, split_batch
+from lightning_madpipe.steps.logged_sizes import LoggedSizes
 from lightning_madpipe.steps.metrics import metrics_of
 from lightning_madpipe.steps.serialization import packed, unpacked
 from lightning_madpipe.steps.step_side_effects import Leftovers, make_changes
@@ -50,7 +51,7 @@ def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     [
         "predictions", "default_predictions", "returned", "left_behind", "with_metrics", "summed", "data_modules",
         "combined", "reloaded", "streamed", "structured_batches", "masked", "consumed_batches", "ended_epochs",
-        "skips",
+        "skips", "logged_sizes",
     ],
 )  # fmt: skip
 def test_two_stages_do_what_one_process_does(two: Records, case: str) -> None:
@@ -118,6 +119,23 @@ def test_logs_of_every_form_and_hook(two: Records) -> None:
     assert two.reference["logs_everywhere"]["advice"] == 0
     # Three batches in two epochs, in training in four micro-batches each. Rank 0 alone prints.
     assert printed == [6, 24, 0]
+
+
+def test_a_batch_size_is_a_count_or_a_constant() -> None:
+    """In batches of as many micro-batches either gives the same mean; once it is known, the mean stays."""
+    told: list[str] = []
+    sizes = LoggedSizes(told.append)
+    totals = [
+        sizes.weights(("a", 0), [3] * len(pieces), pieces).of_batch for pieces in ([2] * 4, [2] * 4, [1] * 2)
+    ]
+    assert totals == [12, 12, 12]
+    assert sizes.weights(("b", 0), [2] * 4, [2] * 4).of_batch == 8
+    assert sizes.weights(("b", 0), [2, 1, 1], [2, 1, 1]) == ([2, 1, 1], 4)
+    assert sizes.weights(("b", 0), [1], [1]).of_batch == 1
+    assert not told
+    sizes.weights(("c", 0), [1] * 4, [1] * 4, matters=True)
+    assert sizes.weights(("c", 0), [1] * 2, [1] * 2, matters=True).of_batch == 2
+    assert len(told) == 1 and told[0].startswith("logs 'c' with batch_size=1 in each of 2 micro-batches")
 
 
 def test_a_step_reaches_the_loggers_of_rank_0(two: Records) -> None:
