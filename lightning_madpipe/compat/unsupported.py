@@ -9,6 +9,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from deepspeed_partition.code_names import is_installed
 from deepspeed_partition.planner.weight_versions import FLUSH, TWO_VERSIONS
 from lightning_madpipe.compat.running_code import OTHERS
 from lightning_madpipe.compat.source_lines import line_that_sets
@@ -332,12 +333,41 @@ LIBRARIES = (
 return by hooks of its own, which it hangs on when a model is first called."""
 
 
+OF_MODELS = frozenset(("accelerate", "diffusers", "peft", "transformers"))
+"""Those of them whose hooks belong to models, and not to runs, also where the classes are another's."""
+
+
 def is_of_library(hook: Any) -> bool:
     """Whether a library hung the hook on; Lightning's profilers, for one, hang hooks on every module."""
+    return _module_of(hook).partition(".")[0] in LIBRARIES
+
+
+def is_of_model(hook: Any, libraries: Collection[str]) -> bool:
+    """Whether a hook is a part of what modules compute: torch's own, or of a library that has their classes.
+
+    ``weight_norm`` computes a weight in a hook, and transformers 5 collects in hooks what its ``forward`` reads.
+
+    Args:
+        libraries: What :func:`libraries_of` gives for the modules.
+    """
+    library = _module_of(hook).partition(".")[0]
+    return type(hook).__module__.startswith("torch.") or library in OF_MODELS or library in libraries
+
+
+def libraries_of(parts: Collection[nn.Module]) -> frozenset[str]:
+    """The installed packages that have the classes of modules, but for the program's and those that run steps."""
+    names = {type(part).__module__ for part in parts}
+    programs = {type(part).__module__.partition(".")[0] for part in parts if hasattr(part, "training_step")}
+    found = {name.partition(".")[0] for name in names if is_installed(name)}
+    return frozenset(found - programs - {*LIBRARIES})
+
+
+def _module_of(hook: Any) -> str:
+    """The name of the file's module whose function, or whose class's object, a hook is."""
     while isinstance(hook, partial):
         hook = hook.func
     named = hook if hasattr(hook, "__qualname__") else type(hook)
-    return (getattr(named, "__module__", None) or "").partition(".")[0] in LIBRARIES
+    return getattr(named, "__module__", None) or ""
 
 
 def _named(hooks: Sequence[Any]) -> str:

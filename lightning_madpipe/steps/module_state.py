@@ -10,7 +10,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from lightning_madpipe.compat.unsupported import HOOKS
+from lightning_madpipe.compat.unsupported import HOOKS, is_of_model, libraries_of
 
 
 def buffer_values(modules: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
@@ -49,24 +49,28 @@ def modes(modes: Mapping[nn.Module, bool]) -> Iterator[None]:
 
 @contextmanager
 def silenced(modules: Sequence[nn.Module], but: Collection[Any] = ()) -> Iterator[None]:
-    """Leave out the hooks of the user, but for torch's own, such as those of ``weight_norm``.
+    """Leave out hooks but for those that a model computes with: torch's own and those of the model's own library.
+
+    Left out are those of the user, which may count or record, and those of hosts.
 
     Args:
         but: Hooks that are not left out.
     """
     before, kept = [], set(map(id, but))
+    parts = dict.fromkeys(part for module in modules for part in module.modules())
+    libraries = libraries_of(parts)
     try:
-        for part in dict.fromkeys(part for module in modules for part in module.modules()):
+        for part in parts:
             for table in HOOKS:
                 hooks = vars(part).get(table)
                 if hooks:
                     before.append((part, table, hooks))
-                    torchs = {
+                    remaining = {
                         key: hook
                         for key, hook in hooks.items()
-                        if type(hook).__module__.startswith("torch.") or id(hook) in kept
+                        if id(hook) in kept or is_of_model(hook, libraries)
                     }
-                    vars(part)[table] = type(hooks)(torchs)
+                    vars(part)[table] = type(hooks)(remaining)
         yield
     finally:
         for part, table, hooks in before:
