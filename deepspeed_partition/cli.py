@@ -59,7 +59,7 @@ from deepspeed_partition.planner.report.frontier import frontier
 from deepspeed_partition.planner.report.memory_report import explain_memory, memory_text
 from deepspeed_partition.planner.report.page import plan_page
 from deepspeed_partition.planner.report.pictures import comparison_svg, frontier_svg
-from deepspeed_partition.planner.report.planned_run import planned_run
+from deepspeed_partition.planner.report.planned_run import planned_run, repeats_pattern
 from deepspeed_partition.planner.report.timeline import MeasuredTimeline
 from deepspeed_partition.planner.report.trace import chrome_trace
 from deepspeed_partition.planner.simulate.replay import replay
@@ -440,8 +440,11 @@ def check(ctx: click.Context, plan: str, chain: str, as_json: bool) -> None:
             click.echo(units.printable(violation))
         click.echo(units.printable(f"{plan}: {len(found.violations)} violations"))
     else:
+        what, seconds = "step", found.step_seconds
+        if seconds is None:
+            what, seconds = "period", made.period_seconds
         click.echo(
-            f"{units.printable(plan)}: ok. Replayed: period {units.format_seconds(made.period_seconds)}, "
+            f"{units.printable(plan)}: ok. Replayed: {what} {units.format_seconds(seconds)}, "
             f"in flight {', '.join(map(str, found.in_flight))}, peaks {', '.join(map(units.format_bytes, peaks))}"
         )
     if found.violations:
@@ -482,7 +485,7 @@ def show(plan: str, memory: bool, chain_file: str | None, as_json: bool) -> None
     width, colour = _width(), _colour()
     click.echo(draw.summary(made, width, colour=colour))
     room = max(40, width - TIMELINE_LABEL)
-    parts = [draw.timeline(made, room, colour=colour)] if draw.repeats_pattern(made) else []
+    parts = [draw.timeline(made, room, colour=colour)] if repeats_pattern(made) else []
     if made.step is not None:
         run = planned_run(made)
         parts += [draw.planned_timeline(run, made.platform, room, colour=colour)] if run.is_step else []

@@ -309,7 +309,7 @@ class Plan:
         return headline(self)
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: the promises, one period as a picture, and the stages."""
+        """Return what a notebook shows: the promises, one period or the step as a picture, and the stages."""
         from deepspeed_partition.planner.report.in_notebook import plan_html  # draws, which few need
 
         return plan_html(self)

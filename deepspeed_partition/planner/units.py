@@ -89,8 +89,9 @@ def format_seconds(seconds: float) -> str:
 
 
 def counted(number: int, thing: str) -> str:
-    """Format a count with its noun: ``2`` and ``"step"`` as ``2 steps``."""
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+    """Format a count with its noun: ``2`` and ``"step"`` as ``2 steps``, and ``"batch"`` as ``2 batches``."""
+    ending = "" if number == 1 else "es" if thing.endswith(("s", "x", "ch", "sh")) else "s"
+    return f"{number} {thing}{ending}"
 
 
 def printable(text: str) -> str:

@@ -11,14 +11,16 @@ from itertools import pairwise
 
 import pytest
 
-from deepspeed_partition import Chain, LayerProfile, Platform, cli, make_plan
+from deepspeed_partition import Chain, LayerProfile, Plan, Platform, cli, make_plan
 from deepspeed_partition.planner.report import draw
-from deepspeed_partition.planner.report.comparison import COMPARED
+from deepspeed_partition.planner.report.comparison import COMPARED, compare
 from deepspeed_partition.planner.report.frontier import Frontier
+from deepspeed_partition.planner.report.page import plan_page
 from deepspeed_partition.planner.report.pictures import frontier_svg
-from deepspeed_partition.planner.report.planned_run import busy, planned_run
+from deepspeed_partition.planner.report.planned_run import busy, planned_run, repeats_pattern
+from deepspeed_partition.planner.units import counted, format_seconds
 from tests.planner.test_micro_batches import two_per_period
-from tests.planner.test_timeline import planned
+from tests.planner.test_timeline import as_simulated, planned, timeline_of
 from tests.terminal import output_in_a_terminal
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -125,14 +127,53 @@ def test_a_timeline_says_for_how_long_each_row_is_busy():
 def test_a_pattern_that_a_step_does_not_repeat_is_not_drawn(tmp_path, capsys):
     """Two stages on each of 16 devices: a period of 1.2 s was drawn above a step of 32 micro-batches in 3 s."""
     plan, _ = planned(1)
-    assert plan.step is not None and draw.repeats_pattern(plan)
+    assert plan.step is not None and repeats_pattern(plan)
     longer = plan.step.step_seconds / plan.step.num_micro_batches * 1.5
     plan = replace(plan, period_seconds=longer, lower_bound_seconds=plan.lower_bound_seconds)
     plan.save(tmp_path / "plan.json")
     assert cli.run(["show", str(tmp_path / "plan.json")]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert "of a pattern that the step does not repeat" in told
-    assert "one step, " in told and "one period of" not in told
+    assert "one step, " in told and "one period of" not in told and " period " not in told
+
+
+def test_a_step_in_an_order_of_its_own_is_shown_without_a_period(tmp_path, capsys):
+    """An interleaved step said "gap 1715.8%", of a period that it does not run; the step was near its bound."""
+    layers = tuple(LayerProfile(name=str(index), forward_seconds=0.01, backward_seconds=0.02, weight_bytes=0,
+                                output_bytes=4000, stash_bytes=40_000_000) for index in range(8))  # fmt: skip
+    made, files = Chain(name="eight", input_bytes=4000, layers=layers), (tmp_path / "chain", tmp_path / "plan")
+    made.save(files[0])
+    devices = ["--devices", "4", "--memory", "400MB", "--bandwidth", "12GB/s", "--micro-batches", "8"]
+    assert cli.run(["plan", str(files[0]), *devices, "-o", str(files[1])]) == 0
+    capsys.readouterr()
+    plan = Plan.load(files[1])
+    assert plan.step is not None and not plan.is_contiguous and not repeats_pattern(plan)
+    assert plan.step.step_seconds > 8 * plan.period_seconds, "as long as a step of the pattern would be"
+    for command in (["show", str(files[1])], ["check", str(files[1]), str(files[0])]):
+        assert cli.run(command) == 0
+        told = capsys.readouterr().out
+        assert "step" in told and "period" not in told, told
+    bound = plan.step.lower_bound_seconds
+    assert bound is not None and plan.step.gap is not None
+    shown = f"lower bound {format_seconds(bound)} (gap {plan.step.gap:.1%}, "
+    assert shown in " ".join(draw.promises(plan)) and plan.step.num_micro_batches == 8
+    assert "step of 8 micro-batches: " in next(draw.promises(plan))
+    page = plan_page(plan, measured=timeline_of(plan, as_simulated(plan, made)))
+    assert "Planned and measured" in page and ">step</t" in page and ">period</t" not in page
+    assert "One step of" in plan._repr_html_() and "period" not in plan._repr_html_()
+    found = compare(made, plan.platform, ("contiguous",), num_micro_batches=8, planned=plan)
+    rows = [line.split() for line in draw.comparison_text(found, 80).splitlines()]
+    mine, contiguous = (next(row for row in rows if row[:1] == [name]) for name in ("madpipe", "contiguous"))
+    # algorithm, step, its unit, its gap, the ratio, proved, period
+    assert mine[3] == f"{plan.step.gap:.1%}" and mine[6] == "-" and contiguous[6:8] == ["60", "ms"]
+    # The same stages in the order of their pattern: the period is that of the step's middle.
+    pattern = planned_run(replace(plan, step=None), num_micro_batches=8)
+    orders: list[list[tuple[str, int]]] = [[] for _ in range(4)]
+    for each in pattern.operations:
+        if each.device is not None:
+            orders[each.device].append((each.operation, each.micro_batch))
+    step = replace(plan.step, order=tuple(map(tuple, orders)), step_seconds=pattern.seconds)
+    assert repeats_pattern(replace(plan, step=step))
+    assert "period 60 ms per micro-batch" in " ".join(draw.promises(replace(plan, step=step)))
 
 
 def test_a_row_of_a_comparison_is_one_line(plain):
@@ -257,3 +298,9 @@ def test_plans_in_a_row_with_one_cut_name_it_once():
     )
     told = draw.frontier_text(Frontier(plans, complete=True), 50)
     assert told.count("0,1") == 1 and "1 GB to 600 MB  0,1" in told
+
+
+def test_counts_are_of_plurals():
+    """Lines of a run said "2 micro-batchs"."""
+    assert [counted(number, "micro-batch") for number in (1, 2)] == ["1 micro-batch", "2 micro-batches"]
+    assert counted(2, "forward") == "2 forwards" and counted(0, "update") == "0 updates"

@@ -26,6 +26,7 @@ from deepspeed_partition.planner.report.planned_run import (
     memory_words,
     place_of,
     places_of,
+    repeats_pattern,
 )
 from deepspeed_partition.planner.solvers.contiguous.replicated import MOST_REPLICAS, REPLICATED, ReplicatedStage
 from deepspeed_partition.planner.units import counted, format_bytes, format_seconds, printable
@@ -42,8 +43,8 @@ WIDTH = 80
 COLOURS = {"F": "blue", "f": "blue", "R": "cyan", "B": "green", "I": "green", "W": "magenta", "S": "yellow"}
 """Colours of a terminal for operations, by the first letter of their names."""
 _PERIOD_COLUMNS = ("period", "gap", "x best", "proved", "sent", "memory")
-_STEP_COLUMNS = ("step", "step gap", "x best", "proved", "period", "gap", "sent", "memory")
-_OF_THE_PERIOD = ("gap", "sent")
+_STEP_COLUMNS = ("step", "gap", "x best", "proved", "period", "sent", "memory")
+_BELOW_STEPS = ("sent",)
 """Columns of steps that a narrow terminal has below the table."""
 REPLICATED_ROW = "replicated*"
 BUSY = len(" 100%")
@@ -109,34 +110,24 @@ def headline(plan: Plan) -> str:
 
 
 def promises(plan: Plan) -> Iterator[str]:
-    """Yield one line for each promise of a plan: period, lower bound, step."""
-    if not repeats_pattern(plan):
-        proof = "of a pattern that the step does not repeat"
-    elif plan.step is not None:
-        proof = "of the steady state"
-    elif not plan.proved:
-        proof = "not proved"
-        if any(stage.blocks for stage in plan.stages):
-            proof += ": not all ways to recompute so many layers are compared"
-    elif plan.proved_of == "memory":
-        proof = f"memory proved least at this period: {plan.proved_class}"
+    """Yield one line for each promise of a plan: its step, else its period, with the lower bound of just that.
+
+    Of a step the bound of the period is not told: the order of a step may beat it, and the step is what the search
+    makes short.
+    """
+    if plan.step is None:
+        yield f"{printable(plan.algorithm)}: {_period_words(plan)}"
     else:
-        proof = f"period proved best: {plan.proved_class}"
-    class_bound = plan.class_lower_bound_seconds
-    if class_bound is not None and class_bound < plan.period_seconds:
-        gap = plan.period_seconds / class_bound - 1
-        proof += f", at most {gap:.1%} above the best with one special device"
-    yield (
-        f"{printable(plan.algorithm)}: period {format_seconds(plan.period_seconds)} per micro-batch, "
-        f"lower bound {format_seconds(plan.lower_bound_seconds)} (gap {plan.gap:.1%}, {proof})"
-    )
-    if plan.step is not None:
         blocking = plan.step.blocking_step_seconds
         in_deepspeed = "" if blocking is None else f"{format_seconds(blocking)} in DeepSpeed's engine, "
+        number = counted(plan.step.num_micro_batches, "micro-batch")
         yield (
-            f"step of {plan.step.num_micro_batches} micro-batches: {in_deepspeed}"
-            f"{format_seconds(plan.step.step_seconds)} if transfers overlap, {_step_proof(plan.step)}"
+            f"{printable(plan.algorithm)}: step of {number}: "
+            f"{in_deepspeed}{format_seconds(plan.step.step_seconds)} if transfers overlap, "
+            f"{_step_proof(plan.step)}"
         )
+        if repeats_pattern(plan):
+            yield f"steady state of the step: period {format_seconds(plan.period_seconds)} per micro-batch"
     if plan.is_asynchronous:
         yield update_words(plan)
     if not plan.treats_all_alike:
@@ -157,13 +148,24 @@ def promises(plan: Plan) -> Iterator[str]:
         )
 
 
-def repeats_pattern(plan: Plan) -> bool:
-    """Whether a run of the plan repeats its pattern.
-
-    The order of a step can be shorter than the periods of its micro-batches: it may have more of them in flight
-    than a pattern that repeats for ever in the same memory.
-    """
-    return plan.step is None or plan.step.step_seconds >= plan.period_seconds * plan.step.num_micro_batches
+def _period_words(plan: Plan) -> str:
+    """Say how long a period is, and how near to the shortest one."""
+    if not plan.proved:
+        proof = "not proved"
+        if any(stage.blocks for stage in plan.stages):
+            proof += ": not all ways to recompute so many layers are compared"
+    elif plan.proved_of == "memory":
+        proof = f"memory proved least at this period: {plan.proved_class}"
+    else:
+        proof = f"period proved best: {plan.proved_class}"
+    class_bound = plan.class_lower_bound_seconds
+    if class_bound is not None and class_bound < plan.period_seconds:
+        gap = plan.period_seconds / class_bound - 1
+        proof += f", at most {gap:.1%} above the best with one special device"
+    return (
+        f"period {format_seconds(plan.period_seconds)} per micro-batch, "
+        f"lower bound {format_seconds(plan.lower_bound_seconds)} (gap {plan.gap:.1%}, {proof})"
+    )
 
 
 def update_words(plan: Plan) -> str:
@@ -419,7 +421,7 @@ def comparison_text(comparison: Comparison, width: int = WIDTH, *, colour: bool 
     steps = {each.algorithm: each.plan.step for each in comparison.fitting if each.plan is not None}
     contiguous = steps.get("contiguous")
     if of_step is not None and contiguous is not None and contiguous.lower_bound_seconds != of_step:
-        notes.append("step gap: above the lower bound; that of contiguous is above one of partitions alone")
+        notes.append("gap: above the lower bound; that of contiguous is above one of partitions alone")
     if several:
         notes.append("memory: of the device that needs most; --json has all")
     notes.append(f"* {REPLICATED}: no plan; layers x replicas, and PipeDream's own count of their period")
@@ -450,11 +452,8 @@ def _below(named: Iterable[tuple[str, str]], width: int) -> str:
 
 def _comparison_title(comparison: Comparison) -> str:
     chain, platform = comparison.chain, comparison.platform
-    return (
-        f"{printable(chain.name)}: {counted(chain.num_layers, 'layer')} on "
-        f"{devices_words(platform)}, "
-        f"{_lower_bounds(comparison)}"
-    )
+    on_devices = f"{printable(chain.name)}: {counted(chain.num_layers, 'layer')} on {devices_words(platform)}"
+    return ", ".join(filter(None, (on_devices, _lower_bound(comparison))))
 
 
 def _has_steps(comparison: Comparison) -> bool:
@@ -471,7 +470,7 @@ def comparison_table(comparison: Comparison, *, short: bool = False) -> Table:
     table.add_column("algorithm", no_wrap=True)
     steps = _has_steps(comparison)
     names = _STEP_COLUMNS if steps else _PERIOD_COLUMNS
-    shown = [name for name in names if not (short and steps and name in _OF_THE_PERIOD)]
+    shown = [name for name in names if not (short and steps and name in _BELOW_STEPS)]
     _add_columns(table, *shown)
     if not short:
         table.add_column("cut")
@@ -502,7 +501,7 @@ def _cuts(comparison: Comparison, *, short: bool = False) -> Iterator[tuple[str,
             text = allocation_text(contender.plan)
             if short and contender.plan.step is not None:
                 cells = _cells(comparison, contender, contender.plan)
-                text = "; ".join([text, *(f"{each} {cells[each]}" for each in _OF_THE_PERIOD)])
+                text = "; ".join([text, *(f"{each} {cells[each]}" for each in _BELOW_STEPS)])
         elif contender.smallest_memory_bytes is None:
             text = "see below"
         yield name, text
@@ -523,15 +522,18 @@ def _refusals(comparison: Comparison) -> Iterator[tuple[str, str]]:
         yield REPLICATED_ROW, why if alike else "is for devices and links that are alike"
 
 
-def _lower_bounds(comparison: Comparison) -> str:
-    """Say below what no period, and no step, of any allocation can be."""
-    text = f"lower bound {format_seconds(comparison.lower_bound_seconds)}"
+def _lower_bound(comparison: Comparison) -> str:
+    """Say below what no period of any allocation can be, or no step where steps are compared; empty where steps of
+    several pipelines have no bound in common.
+    """
+    if not _has_steps(comparison):
+        return f"lower bound {format_seconds(comparison.lower_bound_seconds)}"
     of_step = comparison.step_lower_bound_seconds
-    return text if of_step is None else f"{text} (period), {format_seconds(of_step)} (step)"
+    return "" if of_step is None else f"lower bound of the step {format_seconds(of_step)}"
 
 
 def _cells(comparison: Comparison, contender: Contender, plan: Plan) -> dict[str, str]:
-    """Cells of a row by their columns: the step where there is one, and the period, each with its own gap."""
+    """Cells of a row by their columns: of a step its own gap, and the period only where the step repeats it."""
     cells = {
         "period": format_seconds(plan.period_seconds),
         "gap": f"{plan.gap:.1%}",
@@ -542,7 +544,9 @@ def _cells(comparison: Comparison, contender: Contender, plan: Plan) -> dict[str
     }
     if plan.step is not None:
         cells["step"] = format_seconds(contender.seconds)
-        cells["step gap"] = "-" if plan.step.gap is None else f"{plan.step.gap:.1%}"
+        cells["gap"] = "-" if plan.step.gap is None else f"{plan.step.gap:.1%}"
+        if not repeats_pattern(plan):
+            del cells["period"]
         cells["proved"] = "yes" if plan.step.proved else "no"
     return cells
 

@@ -1,4 +1,4 @@
-"""A plan as a notebook shows it: its promises, one period as a picture, and its stages."""
+"""A plan as a notebook shows it: its promises, one period or its step as a picture, and its stages."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ from deepspeed_partition.planner.report.planned_run import (
     place_of,
     places_of,
     planned_run,
+    repeats_pattern,
 )
 from deepspeed_partition.planner.report.timeline import MeasuredTimeline, TimedOperation
 from deepspeed_partition.planner.simulate.replay import clock_of, timeline_of
@@ -127,7 +128,8 @@ def plan_page(
             )
         measured_period = compared.measured_period_seconds
         period = "-" if measured_period is None else format_seconds(measured_period)
-        rows.insert(0, ["period", format_seconds(compared.planned_period_seconds), period])
+        if repeats_pattern(plan):  # otherwise the step has no such period
+            rows.insert(0, ["period", format_seconds(compared.planned_period_seconds), period])
         table = _table(["", "planned", "measured (median)"], rows)
         sections.append(_section("Planned and measured", table))
     parts = files("deepspeed_partition.planner.report") / "page_parts"

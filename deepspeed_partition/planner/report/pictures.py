@@ -6,7 +6,7 @@ lines.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from math import ceil, floor, log, log10
 
@@ -15,7 +15,13 @@ from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.report.comparison import Comparison
 from deepspeed_partition.planner.report.draw import devices_words, frontier_words
 from deepspeed_partition.planner.report.frontier import Frontier
-from deepspeed_partition.planner.report.planned_run import bottleneck_words
+from deepspeed_partition.planner.report.planned_run import (
+    bottleneck_words,
+    place_of,
+    places_of,
+    planned_run,
+    repeats_pattern,
+)
 from deepspeed_partition.planner.units import counted, format_bytes, format_seconds, printable
 
 STYLE = """
@@ -35,6 +41,8 @@ text.label{fill:#0b1117}}
 """Colours with a contrast of 3:1 to their ground, 4.5:1 for text, as WCAG 2 asks; kinds differ in lightness."""
 WIDTH = 760
 """Pixels of a picture."""
+MOST_DRAWN = 2000
+"""Most operations of a step in the picture of a notebook; the page of ``madpipe report`` draws any number."""
 WIDE = 5
 """Quotient of the slowest and the fastest time from which a picture has times by their logarithm."""
 
@@ -203,34 +211,55 @@ def _round_up(number: float) -> float:
 
 
 def timeline_svg(plan: Plan) -> str:
-    """Draw one period of the pattern: a row for each device and each link."""
+    """Draw one period of the pattern: a row for each device and each link.
+
+    Of a step that does not repeat the pattern the step is drawn. Empty where it has more than ``MOST_DRAWN``
+    operations, or where the plan alone does not tell when they begin.
+    """
+    if not repeats_pattern(plan):
+        run = planned_run(plan)
+        if not run.is_step or len(run.operations) > MOST_DRAWN:
+            return ""
+        drawn = [
+            (place_of(each), f"{each.operation}.{each.micro_batch}", each.start_seconds, each.duration_seconds)
+            for each in run.operations
+        ]
+        return _timeline(plan, places_of(run, plan.platform), drawn, run.seconds, "One step")
     links = {tuple(sorted(operation.link)) for operation in plan.operations if operation.link is not None}
     rows = [f"device {device}" for device in range(plan.platform.num_devices)]
     rows += ["link {}-{}".format(*link) for link in sorted(links)]
-    left, top, row = 84, 10, 20
-    seconds = plan.pattern_seconds or 1.0
-    scale = (WIDTH - left - 12) / seconds
-    parts = []
-    for index, name in enumerate(rows):
-        parts.append(_text(left - 8, top + index * row + 14, name, css="small", anchor="end"))
-        parts.append(_rect(left, top + index * row, seconds * scale, row - 3, "rest"))
+    drawn = []
     for operation in plan.operations:
         place = f"device {operation.device}"
         if operation.link is not None:
             place = "link {}-{}".format(*sorted(operation.link))
-        y = top + rows.index(place) * row
         name = operation.operation + (f"+{operation.shift}" if operation.shift else "")
-        tip = (
-            f"{name}: {format_seconds(operation.duration_seconds)} from {format_seconds(operation.start_seconds)}"
-        )
-        begin, end = operation.start_seconds, operation.start_seconds + operation.duration_seconds
+        drawn.append((place, name, operation.start_seconds, operation.duration_seconds))
+    what = "One period" if plan.micro_batches_per_period == 1 else "One pattern"
+    return _timeline(plan, rows, drawn, plan.pattern_seconds, what)
+
+
+def _timeline(
+    plan: Plan, rows: Sequence[str], drawn: Iterable[tuple[str, str, float, float]], seconds: float, what: str
+) -> str:
+    """Draw operations, each given by its row, its name, its start and its duration in seconds."""
+    left, top, row = 84, 10, 20
+    whole = seconds or 1.0
+    scale = (WIDTH - left - 12) / whole
+    parts = []
+    for index, name in enumerate(rows):
+        parts.append(_text(left - 8, top + index * row + 14, name, css="small", anchor="end"))
+        parts.append(_rect(left, top + index * row, whole * scale, row - 3, "rest"))
+    for place, name, begin, duration in drawn:
+        y = top + rows.index(place) * row
+        tip = f"{name}: {format_seconds(duration)} from {format_seconds(begin)}"
+        end = begin + duration
         while end > begin:  # what runs over the end of the period goes on at its beginning
-            until = min(end, seconds)
+            until = min(end, whole)
             width = (until - begin) * scale
-            kind, gap = operation.operation[0], 1 if width > 3 else 0  # between two operations the ground is seen
+            kind, gap = name[0], 1 if width > 3 else 0  # between two operations the ground is seen
             parts.append(_rect(left + begin * scale, y, max(width - gap, 0.5), row - 3, kind, tip))
             if width > 7 * len(name) + 4:
                 parts.append(_text(left + begin * scale + 3, y + 12.5, name, css=f"label {kind}"))
             begin, end = 0.0, end - until if until < end else 0.0
-    title = f"One {'period' if plan.micro_batches_per_period == 1 else 'pattern'} of {format_seconds(seconds)}"
-    return _svg(top + len(rows) * row + 6, title, bottleneck_words(plan), parts)
+    return _svg(top + len(rows) * row + 6, f"{what} of {format_seconds(whole)}", bottleneck_words(plan), parts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import inf
 
 from deepspeed_partition.planner.clock import Clock
 from deepspeed_partition.planner.plan import ChainReference, Plan
@@ -95,6 +96,39 @@ def planned_run(
         if found is not None:
             return found
     return _pattern(plan, num_micro_batches)
+
+
+def repeats_pattern(plan: Plan) -> bool:
+    """Whether a run of the plan repeats its pattern, so that the period says something of the run.
+
+    The order of a step can be shorter than the periods of its micro-batches: it may have more of them in flight
+    than a pattern that repeats for ever in the same memory. Where a device has several stages, a step has an order
+    of its own, which need not be that of the pattern.
+    """
+    step = plan.step
+    if step is None:
+        return True
+    if step.step_seconds < plan.period_seconds * step.num_micro_batches:
+        return False
+    return plan.is_contiguous or _in_order_of_pattern(plan)
+
+
+def _in_order_of_pattern(plan: Plan) -> bool:
+    """Whether each device runs its step in the order of the pattern, from fill to drain."""
+    assert plan.step is not None
+    each_time, seconds = plan.micro_batches_per_period, plan.pattern_seconds
+    begins = {(each.operation, each.index): each.shift * seconds + each.start_seconds for each in plan.operations}
+    for order in plan.step.order:
+        last = -inf
+        for name, number in order:
+            begin = begins.get((name, number % each_time))
+            if begin is None:  # halves, or recomputation, of the step alone
+                return False
+            instant = number // each_time * seconds + begin
+            if instant < last - SAME_STEP * seconds:
+                return False
+            last = instant
+    return True
 
 
 def busy(plan: Plan) -> list[Busy]:
