@@ -5,13 +5,17 @@ recomputation the search runs several times: without any; where a stage lacks ro
 the others' time, also with each uniform choice (all layers, as whole stages and one by one); and from what these
 found with other choices, by stage, then by block, for interleaved allocations as few as an order needs
 (``partly_recomputing.py``). So no uniform choice has a shorter step, unless the time was up.
+
+Contiguous partitions are searched as if there were no others; the search among all allocations goes on from there.
+So a step of any allocation is never longer than the best contiguous one, unless the time was up.
+
 Source, and cost of each search: ``step_search.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from deepspeed_partition.planner.allocation import Placement
@@ -52,15 +56,36 @@ def with_best_step(problem: Problem, answer: Answer) -> Answer:
     shared = answer.step_search == "any"
     if problem.recomputation is not None:
         return replace(answer, steps=best_recomputing_step(problem, cuts, patterns, shared=shared))
-    search = searched(problem, cuts, patterns, shared=shared)
+    search = searched(problem, cuts, patterns, shared=shared).every
     if shared:
         search.polish()
     return replace(answer, steps=tuple(islice(search.steps(patterns), 1)))
 
 
+@dataclass(frozen=True, slots=True)
+class Searches:
+    """The search among contiguous partitions, and that among all allocations; one and the same without the others.
+
+    The second takes over what the first finds, and never the other way round. So the first finds what it would
+    find alone, and devices with several stages make no step longer.
+    """
+
+    contiguous: StepSearch
+    every: StepSearch
+
+    @property
+    def shared(self) -> bool:
+        return self.every is not self.contiguous
+
+    def take_over(self) -> None:
+        """Tell the second search what the first one has found."""
+        if self.shared:
+            self.every.take_over(self.contiguous)
+
+
 def searched(
     problem: Problem, cuts: Cuts | None, patterns: Sequence[Pattern], *, shared: bool, share: float = SEARCH_SHARE
-) -> StepSearch:
+) -> Searches:
     """Return the search for the shortest step, at its end but for the orders that are changed one by one.
 
     Args:
@@ -69,20 +94,29 @@ def searched(
         shared: whether devices may have several stages.
         share: the part of the time that is left for it.
     """
-    search = StepSearch(problem)
-    interleaving = InterleavedSearch(search) if shared and not problem.flushes else None
+    contiguous = StepSearch(problem)
+    if not shared:
+        if cuts is not None:
+            contiguous.deadline = problem.deadline.part(share)
+            contiguous.search_contiguous(cuts)
+        return Searches(contiguous, contiguous)
+    every = StepSearch(problem)
+    every.engines = contiguous.engines
+    searches = Searches(contiguous, every)
+    interleaving = None if problem.flushes else InterleavedSearch(every)
     if interleaving is not None:
-        search.deadline = problem.deadline.part(share)
+        every.deadline = problem.deadline.part(share)
         interleaving.begin()
     if cuts is not None:
-        search.deadline = problem.deadline.part(share * CONTIGUOUS_SHARE / SEARCH_SHARE if shared else share)
-        search.search_contiguous(cuts)
-    if shared:
-        search.deadline = problem.deadline.part(share)
-        search.search_shared(patterns)
-        if interleaving is not None:
-            interleaving.search_all()
-    return search
+        contiguous.must_find = not every.found
+        contiguous.deadline = problem.deadline.part(share * CONTIGUOUS_SHARE / SEARCH_SHARE)
+        contiguous.search_contiguous(cuts)
+        searches.take_over()
+    every.deadline = problem.deadline.part(share)
+    every.search_shared(patterns)
+    if interleaving is not None:
+        interleaving.search_all()
+    return searches
 
 
 def best_recomputing_step(
@@ -96,46 +130,66 @@ def best_recomputing_step(
     """
     plain = replace(problem, recomputation=None)
     best = best_partition(plain.times, plain.table, plain.constraints, plain.deadline)
-    search = searched(plain, None if best is None else best.cuts, patterns, shared=shared, share=PLAIN_SHARE)
-    if not search.found or lacks_room(problem, search):
-        _search_recomputing(problem, search, cuts, shared=shared)
-    MixedChoices(problem, search).try_all()
+    searches = searched(plain, None if best is None else best.cuts, patterns, shared=shared, share=PLAIN_SHARE)
+    _search_recomputing(problem, searches, cuts)
+    MixedChoices(problem, searches.contiguous).try_all()
+    searches.take_over()
+    search = searches.every
     if shared:
         search.deadline = problem.deadline.part(SEARCH_SHARE)
         search.polish()
     return tuple(islice(search.steps(patterns), 1))
 
 
-def _search_recomputing(problem: Problem, search: StepSearch, cuts: Cuts | None, *, shared: bool) -> None:
-    """Let a search that has ended without recomputation go on with it."""
+def _search_recomputing(problem: Problem, searches: Searches, cuts: Cuts | None) -> None:
+    """Let searches that have ended without recomputation go on with it, where they lack room."""
     assert problem.recomputation is not None
+    both = (searches.contiguous, searches.every)
+    lacking = [search for search in dict.fromkeys(both) if not search.found or lacks_room(problem, search)]
     modes = ["stage"] if problem.recomputation.mode == "stage" else ["stage", "block"]
-    for mode in modes:
+    for mode in modes if lacking else ():
         # What ``stage`` finds is found first, so that no other mode is slower.
         given = problem
         if mode != problem.recomputation.mode:
             given = replace(problem, recomputation=Recomputation(problem.times, mode))
         for uniform in uniform_choices(given):
             if uniform.whole_stages == (mode == "stage"):
-                _adopt(search, uniform, shared=shared)
-        mixed = MixedChoices(given, search)
-        search.deadline = problem.deadline.part(SEARCH_SHARE)
-        mixed.search_all(cuts)
-        if shared and not problem.flushes:
+                _adopt(searches, lacking, uniform)
+        if searches.contiguous in lacking:
+            search = searches.contiguous
+            share = CONTIGUOUS_SHARE if searches.shared else SEARCH_SHARE
+            search.deadline = problem.deadline.part(share)
+            MixedChoices(given, search).search_contiguous(cuts)
+            searches.take_over()
+        if searches.shared and searches.every in lacking:
+            search = searches.every
             search.deadline = problem.deadline.part(SEARCH_SHARE)
-            PartlyRecomputing(given, search).search_all()
+            MixedChoices(given, search).search_shared()
+            if not problem.flushes:
+                PartlyRecomputing(given, search).search_all()
 
 
-def _adopt(search: StepSearch, uniform: Uniform, *, shared: bool) -> None:
+def _adopt(searches: Searches, lacking: Sequence[StepSearch], uniform: Uniform) -> None:
     """Take over the steps that are found where everything is recomputed."""
-    problem = replace(uniform.problem, deadline=search.problem.deadline.part(UNIFORM_SHARE))
-    if step_lower_bound(problem, contiguous=not shared) >= search.best:
+    deadline = searches.every.problem.deadline.part(UNIFORM_SHARE)
+    problem = replace(uniform.problem, deadline=deadline)
+    wanted = [
+        search
+        for search in lacking
+        if step_lower_bound(problem, contiguous=search is searches.contiguous) < search.best
+    ]
+    if not wanted:
         return
+    shared = searches.shared and searches.every in wanted
     best = best_partition(problem.times, problem.table, problem.constraints, problem.deadline)
     if best is None and not shared:
         return
-    other = searched(problem, None if best is None else best.cuts, (), shared=shared)
-    search.adopt(other, uniform.chosen)
+    others = searched(problem, None if best is None else best.cuts, (), shared=shared)
+    if searches.contiguous in wanted:
+        searches.contiguous.adopt(others.contiguous, uniform.chosen)
+        searches.take_over()
+    if shared:
+        searches.every.adopt(others.every, uniform.chosen)
 
 
 def fixed_step(problem: Problem, cuts: Cuts) -> Step:

@@ -66,7 +66,7 @@ class MixedChoices:
         self.problem, self.search, self.costs = problem, search, problem.recomputation
         self.num_micro_batches = problem.num_micro_batches
 
-    def search_all(self, steady: Cuts | None) -> None:
+    def search_contiguous(self, steady: Cuts | None) -> None:
         """Try choices for the most promising partitions, and go on from the best; ``steady``: one more of them."""
         search = self.search
         search.start_again()
@@ -74,11 +74,17 @@ class MixedChoices:
             if search.ended():
                 return
             self.try_partition(cuts)
+        self._descend()
+        search.refine_leaders()
+
+    def search_shared(self) -> None:
+        """Try choices for the best allocations with several stages on a device."""
+        search = self.search
+        search.start_again()
         for placement in [each for each in search.leaders() if not each.is_contiguous][:NUM_SHARED]:
             for choice in self._by_stage(placement):
                 if not search.ended():
                     search.try_shared(placement.recomputing(choice))
-        self._descend()
         search.refine_leaders()
 
     def try_partition(self, cuts: Cuts) -> None:

@@ -133,6 +133,8 @@ class StepSearch:
         """Whether the search goes on, whatever the time, until it has found a step."""
         self.engines: dict[Placement, StepEngine] = {}
         self.tried: set[Placement] = set()
+        self.refined: set[Placement] = set()
+        """Allocations that another search has refined."""
         self.found: dict[Placement, _Found] = {}
         self.by_name: dict[tuple[Placement, str], tuple[float, DepthRule]] = {}
         """Best estimate of each allocation in ticks, and its rule, by the name of the rule."""
@@ -141,6 +143,8 @@ class StepSearch:
         self.last_complete: tuple[tuple[Placement, Rule], StepRun] | None = None
         self.certain: list[tuple[Placement, Rule]] = []
         """Periodic plans in their own order, which are compared in full whatever their estimates."""
+        self.others: list[tuple[Placement, Rule]] = []
+        """Best of a search that was taken over, which are compared in full, too."""
 
     def search_contiguous(self, steady: Cuts) -> None:
         """Search the contiguous partitions; ``steady`` is that of the shortest period."""
@@ -192,6 +196,20 @@ class StepSearch:
             (chosen(placement), rule) for placement, rule in other.certain if not isinstance(rule, PatternRule)
         ]
 
+    def take_over(self, other: StepSearch) -> None:
+        """Know all that a search for the same problem has found, which refined it as far as it could."""
+        for placement, found in other.found.items():
+            if placement not in self.found or found.estimate < self.found[placement].estimate:
+                self.found[placement] = found
+        for key, named in other.by_name.items():
+            if named[0] < self.by_name.get(key, (inf, named[1]))[0]:
+                self.by_name[key] = named
+        self.tried |= other.tried
+        self.refined.update(other.found)
+        self.best = min(self.best, other.best)
+        self.certain = list(dict.fromkeys([*self.certain, *other.certain]))
+        self.others = [(each, other.found[each].rule) for each in other.leaders()[:NUM_FINALISTS]]
+
     def search_shared(self, patterns: Sequence[Pattern]) -> None:
         """Search allocations in which a device may have several stages, beginning with those of ``patterns``."""
         self.operations_left = MOST_OPERATIONS
@@ -222,7 +240,7 @@ class StepSearch:
         memory = self.problem.platform.memory_bytes
         pairs = [(placement, self.found[placement].rule) for placement in self.leaders()]
         if self.simulated < self.num_micro_batches:
-            pairs = self._in_full(list(dict.fromkeys([*pairs[:NUM_FINALISTS], *self.certain])))
+            pairs = self._in_full(list(dict.fromkeys([*pairs[:NUM_FINALISTS], *self.others, *self.certain])))
         for placement, rule in pairs:
             steady = known.get(placement)
             if max(self.engine(placement).peaks(self._complete(placement, rule))) > memory:
@@ -356,7 +374,8 @@ class StepSearch:
 
     def refine_leaders(self) -> None:
         """Refine the best allocations, as long as no bound says that it is useless."""
-        for placement in self.leaders()[:NUM_REFINED]:
+        leaders = (each for each in self.leaders() if each not in self.refined)
+        for placement in islice(leaders, NUM_REFINED):
             if self.out_of_time():
                 return
             if self.engine(placement).bound(self.num_micro_batches) < self.best:
