@@ -16,6 +16,8 @@ import numpy
 import torch
 from torch import Tensor
 
+from deepspeed_partition.engine.pipeline.drawn_data import Copies
+
 Shapes = tuple[tuple[int, ...], ...]
 """The shapes of a batch's tensors, in order."""
 
@@ -38,6 +40,16 @@ def named_tensors_of(batch: Any, name: str = "batch") -> Iterator[tuple[str, Ten
     else:
         for key, child in zip(_names(batch), _children(batch), strict=False):
             yield from named_tensors_of(child, f"{name}[{key!r}]")
+
+
+def own_copy(batch: Any) -> Any:
+    """A batch of the same type with a copy of each tensor and array, for a loader may fill these again."""
+    copies = Copies()
+
+    def copied(value: Any) -> Any:
+        return copies(value) if isinstance(value, Tensor | numpy.ndarray) else map_children(value, copied)
+
+    return copied(batch)
 
 
 OF_AN_OBJECT = (

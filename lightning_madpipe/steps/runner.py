@@ -12,6 +12,7 @@ from torch import nn
 
 from deepspeed_partition.capture import ShapeError
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule
+from deepspeed_partition.engine.pipeline.drawn_data import Originals, OwnMemory
 from deepspeed_partition.engine.runtime.collectives import raise_first, raised_together
 from deepspeed_partition.engine.runtime.first_failure import in_words, is_raised_by_all
 from deepspeed_partition.planner.weight_versions import FLUSH
@@ -21,6 +22,7 @@ from lightning_madpipe.compat.unsupported import needs_two_samples
 from lightning_madpipe.steps.batch_runs import BatchRun, Piece, SamplesSelectedError
 from lightning_madpipe.steps.batches import (
     batch_size_of,
+    own_copy,
     refuse_lists_of_samples,
     shapes_of,
     split_batch,
@@ -84,6 +86,7 @@ class BatchRunner:
         self._reading = SameBatches(trainer, module, pipeline, lightning)
         self._structure = Structure(module, pipeline, engine, trainer.strategy.wraps_optimizer, self._refusal)
         self._window: list[BatchRun] = []
+        self._originals, self._num_kept = Originals(), 0
         self.last_batch_size: int | None = None
         """Samples of the last batch of training."""
         self._epoch_begins = False
@@ -126,6 +129,7 @@ class BatchRunner:
         """Forget the batches of a step that the epoch before did not come to, where a hook ended it with -1."""
         self.begin_epoch()
         self._window, self._epoch_begins = [], True
+        self._originals.clear()
 
     def begin_epoch(self) -> None:
         """Let the next batch be the first of an epoch."""
@@ -148,7 +152,14 @@ class BatchRunner:
 
     def _train(self, batch: Any, arguments: tuple[Any, ...]) -> Any:
         engine, trainer = self._engine, self._trainer
+        drawn, comes_later = batch, trainer.fit_loop._should_accumulate() or engine.weight_versions != FLUSH
+        if comes_later:
+            batch = own_copy(drawn)
         self._window.append(self._run_of("training_step", batch, arguments))
+        if comes_later:
+            self._num_kept += 1
+            self._window[-1].number = self._num_kept
+            self._originals.note(self._num_kept, tensors_of(drawn), tensors_of(batch))
         captured = self._pipeline.call_of_module.captured
         self.last_batch_size = self._window[-1].whole.size
         self._window[-1].call = None if captured is None else captured.now
@@ -333,6 +344,8 @@ class BatchRunner:
         """Let every rank have what the steps did."""
         self._comparison.note_settings()
         self._results = self._outcomes.share_with_pipeline(window)
+        for run in window:
+            self._originals.write_back(run.number)
         for result in self._results:
             self._outcomes.log_again(result)
 
@@ -441,8 +454,11 @@ class BatchRunner:
         whole = run.whole
         return self._cut(whole.step, whole.data, whole.arguments, whole.seed, uneven=uneven)
 
-    def _feed(self, labels: Sequence[MicroBatch | Piece]) -> Iterator[tuple[Any, MicroBatch | Piece]]:
-        """Yield what the engine reads: inputs, on the first stage, and each micro-batch itself as its labels."""
+    def _feed(self, labels: Sequence[MicroBatch | Piece]) -> OwnMemory:
+        """Return what the engine reads: inputs, on the first stage, and each micro-batch itself as its labels."""
+        return OwnMemory(self._fed(labels))
+
+    def _fed(self, labels: Sequence[MicroBatch | Piece]) -> Iterator[tuple[Any, MicroBatch | Piece]]:
         is_first, is_last = self._engine.is_first_stage(), self._engine.is_last_stage()
         if is_last:
             self._outcomes.remember()

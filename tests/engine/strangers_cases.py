@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -698,6 +699,45 @@ def data_that_the_first_stage_sends(_: Path) -> None:
             assert engine.module.parts == cut()
 
 
+def filled_again(data: list[Any], *, through_numpy: bool) -> Iterator[Any]:
+    """The same two tensors for each micro-batch."""
+    inputs, labels = map(torch.empty_like, data[0][0])
+    for item in (item for batch in data for item in batch):
+        for buffer, new in zip((inputs, labels), item, strict=True):
+            if through_numpy:  # which torch does not see
+                buffer.numpy()[...] = new.numpy()
+            else:
+                buffer.copy_(new)
+        yield inputs, labels
+
+
+def turning(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Writes into its labels."""
+    labels.add_(1).remainder_(outputs.shape[-1])
+    return nn.functional.cross_entropy(outputs, labels)
+
+
+def data_in_memory_that_is_filled_again(_: Path) -> None:
+    """A step reads all micro-batches before it uses the first one, and the iterator fills the same tensors."""
+    data = batches(WARM_UP + AFTER)
+    expected = train_alone(mlp(), data, two_groups)
+    for plan in (None, looped()):
+        config = planned(cut(), warmup_steps=1) if plan is None else None
+        engine, _, _ = start(mlp(), "madpipe", config, optimizer=two_groups, plan=plan)
+        items = filled_again(data, through_numpy=plan is None)
+        same([float(engine.train_batch(items)) for _ in data], expected)
+
+
+def labels_that_a_loss_writes(_: Path) -> None:
+    """An iterator that gives the same tensors again gives them as the loss has left them, as in one process."""
+    once = batches(1)
+    expected = train_alone(mlp(), 4 * copy.deepcopy(once), two_groups, loss_fn=turning)
+    engine, _, _ = start(mlp(), "madpipe", planned(cut()), optimizer=two_groups, loss_fn=turning)
+    losses = [float(engine.train_batch(iter(once[0]))) for _ in range(4)]
+    if engine.is_last_stage():
+        same(losses, expected)
+
+
 # Activation checkpointing, and half precision
 
 
@@ -1273,6 +1313,7 @@ CASES = [
     attributes_and_hooks_of_layers_that_move, what_layers_count_goes_with_them, averages_of_weights,
     what_hinders_a_move_is_refused_before_the_warm_up,
     checkpoints_that_begin_at_words, batch_normalization_in_half_precision,
+    data_in_memory_that_is_filled_again, labels_that_a_loss_writes,
     replaced_at_the_end_of_a_step, schedules_and_instructions_that_were_replaced, data_that_the_first_stage_sends,
     layers_with_several_parameters, a_module_that_stands_at_several_places, weights_that_are_shared_otherwise,
     a_cut_of_deepspeeds_with_copies_of_different_classes,

@@ -469,6 +469,50 @@ def consumed_batches(host: Host) -> dict[str, Any]:
     return cases.fit_record(trainer, None, [])
 
 
+class Refilling(torch.utils.data.IterableDataset):
+    """Gives the same two tensors again, filled anew, through torch or past it."""
+
+    def __init__(self, through_numpy: bool) -> None:
+        self.through_numpy = through_numpy
+
+    def __iter__(self) -> Any:
+        x, y = torch.zeros(16, cases.NUM_FEATURES), torch.zeros(16, dtype=torch.long)
+        for rows, labels in cases.loader(64):
+            if self.through_numpy:
+                x.numpy()[:], y.numpy()[:] = rows.numpy(), labels.numpy()
+            else:
+                x.copy_(rows), y.copy_(labels)
+            yield {"x": x, "y": y}
+
+    def __len__(self) -> int:  # so that Lightning draws a batch when it is used, and not before
+        return 4
+
+
+class Scaling(Consuming):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(dict(batch), batch_idx)
+        self.log("last", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+def refilled_batches(host: Host) -> dict[str, Any]:
+    """A loader that gives the same tensors again, and one whose tensors a step scales for all epochs to come."""
+    records = {}
+    pairs = [named_samples([*zip(*batch, strict=True)]) for batch in cases.loader(64)]
+    for name, data in {
+        "torch": torch.utils.data.DataLoader(Refilling(False), batch_size=None),
+        "numpy": torch.utils.data.DataLoader(Refilling(True), batch_size=None),
+        "kept": torch.utils.data.DataLoader(pairs, batch_size=None),  # type: ignore[arg-type]
+    }.items():
+        pl.seed_everything(0, verbose=False)
+        module = Scaling()
+        trainer = host.trainer(max_epochs=2, accumulate_grad_batches=2)
+        trainer.fit(module, data)
+        records[name] = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    records["left"] = [float(batch["x"].abs().sum()) for batch in pairs]
+    return records
+
+
 class Ends(cases.Classifier):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
         return -1 if batch_idx == 3 else None
@@ -517,6 +561,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
         structured_batches,
         masked,
         consumed_batches,
+        refilled_batches,
         ended_epochs,
     ],
     4: [],

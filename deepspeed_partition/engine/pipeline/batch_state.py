@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deepspeed_partition.engine.pipeline.drawn_data import Originals, gives_own_memory, own_copy, tensors_in
 from deepspeed_partition.engine.pipeline.second_forward import SecondForward
 from deepspeed_partition.engine.runtime.autograd_boundary import (
     Arrived,
@@ -63,8 +64,9 @@ class Remembering(Iterator[Any]):
         self.taken: list[Any] = []
 
     def __next__(self) -> Any:
-        self.taken.append(next(self.iterator))
-        return self.taken[-1]
+        item = next(self.iterator)
+        self.taken.append(item if gives_own_memory(source_of(self.iterator)) else own_copy(item))
+        return item
 
 
 class GivenAgain(Iterator[Any]):
@@ -113,6 +115,9 @@ def _reference(iterator: Any) -> Callable[[], Any]:
 class BatchData:
     """The micro-batches of a batch, as a rank reads them from its iterator.
 
+    It reads more of them before it uses the first one, and the iterator may fill the same tensors for each. So it
+    keeps copies, as DeepSpeed, which reads one at a time, has of the inputs alone.
+
     Any rank may come to read data when layers move. So a rank that reads nothing counts how far its iterator is
     behind those of the others, and keeps what it has taken from it that a step is still to read.
 
@@ -128,6 +133,7 @@ class BatchData:
         """The micro-batches of this batch that were read, or could not be read."""
         self.kept: dict[int, Any] = {}
         """Micro-batches, by their number, that were read and are not loaded yet by all stages that need them."""
+        self._originals = Originals()
         self.backlogs: tuple[Backlog, ...] = ()
         """Backlog of each iterator that is behind those of other ranks; the last one trained on comes first."""
         self._given_again: tuple[GivenAgain, ...] = ()
@@ -136,14 +142,28 @@ class BatchData:
         """Begin a batch."""
         self.num_read = 0
         self.kept.clear()
+        self._originals.clear()
 
     def read(self, number: int) -> Any:
         """Return the micro-batch of this number; those before it are kept until they are asked for."""
         self.catch_up()
         while self.num_read <= number:
             self.num_read += 1  # also where it cannot be read
-            self.kept[self.num_read - 1] = self._read_next()
+            self.kept[self.num_read - 1] = self._kept_of(self.num_read - 1, self._read_next())
         return self.kept[number]
+
+    def _kept_of(self, number: int, drawn: Any) -> Any:
+        if gives_own_memory(source_of(self._iterator())):
+            return drawn
+        copies = own_copy(drawn)
+        if isinstance(drawn, tuple | list) and len(drawn) > 1:
+            self._originals.note(number, tensors_in(drawn[1]), tensors_in(copies[1]))
+        return copies
+
+    def settle(self, number: int) -> None:
+        """Let the iterator's tensors have what a loss function has written into the labels of a micro-batch."""
+        if number not in self.kept:
+            self._originals.write_back(number)
 
     def catch_up(self) -> None:
         """Leave behind what the other ranks have taken from this rank's iterator while it did not read."""

@@ -622,6 +622,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
         in_halves = (stage, number) in state.in_halves
         if forward.keeps and not in_halves:
             self._run_forward_on(forward, devices)
+            self.batch_data.settle(number)
             return
         own = self.module.__dict__
         if not forward.keeps:
@@ -635,6 +636,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
                 self._run_forward_on(forward, devices)
         finally:
             own["second_forward"] = own["halves"] = None
+        self.batch_data.settle(number)
 
     def _run_forward_on(self, forward: Compute, devices: Sequence[int]) -> None:
         stage, number, slot, state = forward.stage, forward.micro_batch, forward.slot, self.batch_state

@@ -1,0 +1,100 @@
+"""What is drawn from a data iterator and kept for later, in memory that the iterator does not fill again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch.utils import _pytree as pytree
+
+
+def own_copy(value: Any) -> Any:
+    """The same with a copy of each tensor and array, in tuples, lists and dicts; anything else is itself.
+
+    A tensor that needs a gradient is itself: nobody can fill it again.
+    """
+    return pytree.tree_map(Copies(), value)
+
+
+class Copies:
+    """Copies tensors and arrays, and one that comes twice once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Any] = {}
+
+    def __call__(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor | numpy.ndarray) or getattr(leaf, "requires_grad", False):
+            return leaf
+        if id(leaf) not in self._known:
+            self._known[id(leaf)] = leaf.clone() if isinstance(leaf, torch.Tensor) else leaf.copy()
+        return self._known[id(leaf)]
+
+
+def gives_own_memory(iterator: Any) -> bool:
+    """Whether what an iterator has given stays as it is when more is drawn from it, as it says itself."""
+    return getattr(iterator, "gives_own_memory", False) is True
+
+
+class _Original(NamedTuple):
+    """A tensor as it was drawn, beside its copy."""
+
+    tensor: torch.Tensor
+    version: int
+    copy: torch.Tensor
+    version_of_copy: int
+
+
+class Originals:
+    """The tensors as they were drawn, for what a step or a loss function writes into them.
+
+    In one process it writes into what the iterator gave, which may give the same tensor again in the next epoch.
+    """
+
+    def __init__(self) -> None:
+        self._by_number: dict[int, list[_Original]] = {}
+        self._last_number: dict[int, int] = {}
+        """The last micro-batch that has come in a piece of memory."""
+
+    def clear(self) -> None:
+        self._by_number.clear()
+        self._last_number.clear()
+
+    def note(self, number: int, drawn: Iterable[torch.Tensor], copies: Iterable[torch.Tensor]) -> None:
+        """Note the tensors of a batch or a micro-batch, and their copies; numbers grow."""
+        pairs = zip(drawn, copies, strict=True)
+        noted = [_Original(own, own._version, copy, copy._version) for own, copy in pairs if own is not copy]
+        self._by_number[number] = noted
+        self._last_number.update((_memory_of(each.tensor), number) for each in noted)
+
+    def write_back(self, number: int) -> None:
+        """Write what was written into copies into what was drawn, if the iterator has not filled it again."""
+        for own, version, copy, version_of_copy in self._by_number.pop(number, ()):
+            is_newest = self._last_number.get(_memory_of(own)) == number
+            if is_newest:
+                del self._last_number[_memory_of(own)]
+            if is_newest and own._version == version and copy._version != version_of_copy:
+                with torch.no_grad():
+                    own.copy_(copy)
+
+
+def tensors_in(value: Any) -> Sequence[torch.Tensor]:
+    """The tensors in tuples, lists and dicts."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    return tensor.data_ptr()
+
+
+class OwnMemory(Iterator[Any]):
+    """An iterator whose items nobody changes when the next one is drawn."""
+
+    gives_own_memory = True
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        self._items = items
+
+    def __next__(self) -> Any:
+        return next(self._items)
