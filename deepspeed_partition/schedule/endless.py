@@ -53,7 +53,8 @@ from deepspeed_partition.schedule.instructions import (
     Update,
     role_of,
 )
-from deepspeed_partition.schedule.lowering import program_of_timetable, seconds_in_step
+from deepspeed_partition.schedule.lowering import program_of_timetable
+from deepspeed_partition.schedule.repeating import RepeatingRun
 from deepspeed_partition.schedule.timetable import Operation, Timetable
 
 NUM_COMPARED = 3
@@ -166,7 +167,7 @@ class EndlessRun:
         self._is_over = is_over
         self._next = -program.batches_ahead  # segments before that of batch 0 have micro-batches of it
         self._slots = Slots()
-        self._first = min(_number_of(each, self._per_batch) for each in self._segment)
+        self._first = min((_number_of(each, self._per_batch) for each in self._segment), default=0)
 
     def segment(self) -> Iterator[EndlessInstruction]:
         """Yield the instructions of the next segment; of the first one also those that would have been ahead."""
@@ -280,7 +281,10 @@ def _repeated(
     times = timetable.of_pattern(plan, num_batches * per_batch, "FB", also)
     segment_of = _segments(times, per_batch, num_batches)
     if not runs_ahead:
-        times = _held_back(plan, times, segment_of, per_batch)
+        held_back = _held_back(plan, times, segment_of, per_batch, num_batches)
+        if held_back is None:
+            return None
+        times = held_back
     program = program_of_timetable(times, plan.platform.comm_buffers)
     lists = [
         _with_updates(instructions, device, program.device_of_stage, per_batch, puts_off)
@@ -304,10 +308,6 @@ def _repeated(
         for device in devices
     )
     last = f"F{len(times.device_of_stage) - 1}"
-    if not runs_ahead:
-        for begin in range(per_batch, num_batches * per_batch, per_batch):
-            also.append(((last, begin - 1), ("F0", begin)))
-        times = timetable.of_pattern(plan, num_batches * per_batch, "FB", also)
     known = [times.instants[last, (batch + 1) * per_batch - 1][1] for batch in (middle - 1, middle)]
     ahead = max(_number_of(each, per_batch) for segment in segments for each in segment) - per_batch + 1
     return EndlessProgram(
@@ -389,17 +389,57 @@ def _segments(times: Timetable, per_batch: int, num_batches: int) -> dict[Operat
     return {each: bisect_right(known, times.instants[each][0]) for order in times.orders for each in order}
 
 
-def _held_back(plan: Plan, times: Timetable, segments: dict[Operation, int], per_batch: int) -> Timetable:
-    """Return a run in which no batch begins before its own segment; ``segments`` is changed accordingly."""
+def _held_back(
+    plan: Plan, times: Timetable, segments: dict[Operation, int], per_batch: int, num_batches: int
+) -> Timetable | None:
+    """Return a run in which no batch begins before its own segment, nor that before the loss of the one before.
+
+    Args:
+        segments: of a run that need not be so; changed accordingly.
+
+    Returns:
+        None where the devices' orders do not come to repeat themselves.
+    """
     for operation in segments:
         segments[operation] = max(segments[operation], operation[1] // per_batch)
-    # What an operation needs begins before it and is of the same micro-batch, so this is an order without circles.
-    orders = [sorted(order, key=segments.__getitem__) for order in times.orders]
-    platform = plan.platform
-    return timetable.of_orders(
-        [tuple(order) for order in orders], times.device_of_stage, seconds_in_step(plan),
-        max(1, platform.comm_buffers // 2), platform,
+    # What an operation needs begins before it and is of the same micro-batch, so these orders have no circles.
+    parts: list[list[list[Operation]]] = [[[] for _ in range(num_batches)] for _ in times.orders]
+    for mine, order in zip(parts, times.orders, strict=True):
+        for name, number in order:
+            segment = segments[name, number]
+            if segment < num_batches:
+                mine[segment].append((name, number - segment * per_batch))
+    middle = _first_alike(parts, per_batch, num_batches)
+    if middle is None:
+        return None
+    orders = [mine[middle] for mine in parts]
+    segment_of = {(name, number % per_batch): -(number // per_batch) for order in orders for name, number in order}
+    for name, number in segments:
+        segments[name, number] = number // per_batch + segment_of[name, number % per_batch]
+    loss = f"F{len(times.device_of_stage) - 1}", per_batch - 1
+    run = RepeatingRun(
+        orders, times.device_of_stage, per_batch,
+        {each.operation: each.duration_seconds for each in plan.operations},
+        max(1, plan.platform.comm_buffers // 2), plan.platform,
+        [(loss, (order[0][0], order[0][1] + per_batch)) for order in orders if order],
     )  # fmt: skip
+    return run.timetable(num_batches)
+
+
+def _first_alike(parts: Sequence[Sequence[list[Operation]]], per_batch: int, num_batches: int) -> int | None:
+    """Return a batch from which on the orders of several are alike, and whole; None where there is none."""
+    for first in range(1, num_batches - NUM_COMPARED):
+        if all(mine[first] == mine[first + more] for mine in parts for more in range(1, NUM_COMPARED)) and all(
+            _has_each_once(mine[first], per_batch) for mine in parts
+        ):
+            return first
+    return None
+
+
+def _has_each_once(order: Sequence[Operation], per_batch: int) -> bool:
+    """Return whether an order has each of its computations once for each place in a batch."""
+    found = {(name, number % per_batch) for name, number in order}
+    return len(found) == len(order) == per_batch * len({name for name, _ in order})
 
 
 def _cuts(

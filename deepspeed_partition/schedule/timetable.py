@@ -76,7 +76,7 @@ class _PatternRun:
                 "every cut between two devices its transfers"
             )
         operations = [placed[name] for name in self.road]
-        clock = _clock({each.operation: each.duration_seconds for each in operations})
+        clock = clock_of({each.operation: each.duration_seconds for each in operations})
         self.period = clock.ticks(plan.period_seconds)
         self.begins = [each.shift * self.period + clock.ticks(each.start_seconds) for each in operations]
         """Ticks at which each operation of the road begins on micro-batch 0, by the pattern."""
@@ -159,7 +159,7 @@ def within_backward(orders: Sequence[Order]) -> frozenset[tuple[int, int]]:
     return frozenset(of for kind, of in entries if kind == "f") - {of for kind, of in entries if kind == "R"}
 
 
-def _clock(seconds: Mapping[str, float]) -> Clock:
+def clock_of(seconds: Mapping[str, float]) -> Clock:
     """Return a clock on which all times of a plan are whole ticks, as on the one that the plan was made with.
 
     That one resolves the sum of all layers and transfers, which is this one's total at the least. The time of a
@@ -208,7 +208,7 @@ class _VirtualRun:
         platform: Platform | None,
     ) -> None:
         self.orders, self.devices, self.platform = orders, devices, platform
-        clock = _clock(seconds)
+        clock = clock_of(seconds)
         self.ticks = {name: clock.ticks(lasts) for name, lasts in seconds.items()}
         self.unknown = clock.ticks(1.0)
         self.position = [0] * len(orders)
