@@ -61,7 +61,7 @@ from deepspeed_partition.planner.report.page import plan_page
 from deepspeed_partition.planner.report.pictures import comparison_svg, frontier_svg
 from deepspeed_partition.planner.report.planned_run import planned_run, repeats_pattern
 from deepspeed_partition.planner.report.timeline import MeasuredTimeline
-from deepspeed_partition.planner.report.trace import chrome_trace
+from deepspeed_partition.planner.report.trace import PLUGIN_SUFFIX, chrome_trace
 from deepspeed_partition.planner.simulate.replay import replay
 from deepspeed_partition.planner.solvers.contiguous.replicated import REPLICATED
 from deepspeed_partition.planner.solvers.non_contiguous.madpipe import MadPipe
@@ -550,12 +550,14 @@ def report(plan: str, chain_file: str | None, measured: str | None, time_limit: 
 def trace(plan: str, chain_file: str | None, measured: str | None, output: str) -> None:
     """PLAN as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing, and what was measured beside it.
 
-    Each device and each direction of a link is a track; planned and measured are two processes of one file.
+    Each device and each direction of a link is a track; planned and measured are two processes of one file. A name
+    that ends in .pt.trace.json makes a file for TensorBoard's PyTorch plugin (torch-tb-profiler).
     """
     made = Plan.load(plan)
     _result(output, False, plan)
     timeline = None if measured is None else MeasuredTimeline.load(measured)
-    events = chrome_trace(made, _chain_beside(plan, chain_file), timeline)
+    for_plugin = output.endswith(PLUGIN_SUFFIX)
+    events = chrome_trace(made, _chain_beside(plan, chain_file), timeline, for_plugin=for_plugin)
     if output == "-":
         _print_json(events)
         return

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_partition import PlanMismatchError
+from deepspeed_partition import PlanMismatchError, cli
 from deepspeed_partition.planner.report.planned_run import place_of, planned_run
 from deepspeed_partition.planner.report.trace import chrome_trace
 from tests.planner.test_micro_batches import two_per_period
@@ -77,6 +77,30 @@ def test_planned_and_measured_steps_begin_together():
     counted = {process: sum(len(events) for (name, _), events in tracks.items() if name == process)
                for process in ("planned", "measured")}  # fmt: skip
     assert counted["planned"] == counted["measured"] == 2 * len(steps[0].operations)
+
+
+def test_a_name_of_tensorboards_plugin_makes_a_file_that_it_reads(tmp_path):
+    """The plugin built no event of a plan: it drops categories that torch's profiler does not write.
+
+    It looks at the numbers of tracks without those of processes, and at files of this ending alone.
+    """
+    PLAN.save(tmp_path / "plan.json")
+    MADE.save(tmp_path / "plan.chain.json")
+    step = as_simulated(PLAN, MADE)
+    timeline_of(PLAN, step).save(tmp_path / "timeline.json")
+    found = {}
+    for name in ("worker.pt.trace.json", "plan.trace.json"):
+        command = ["trace", str(tmp_path / "plan.json"), "--measured", str(tmp_path / "timeline.json")]
+        assert cli.run([*command, "-o", str(tmp_path / name)]) == 0
+        found[name] = read(json.loads((tmp_path / name).read_text()))
+    read_by_plugin, plain = found.values()
+    events = [event for track in read_by_plugin.values() for event in track]
+    assert len(events) == 2 * len(step.operations) and {event["cat"] for event in events} == {"cpu_op"}
+    kinds = [event["args"].pop("kind") for event in events]
+    assert kinds == [event["cat"] for track in plain.values() for event in track] and "forward" in kinds
+    assert read_by_plugin.keys() == plain.keys()
+    tracks = [{event["tid"] for event in track} for track in read_by_plugin.values()]
+    assert all(len(numbers) == 1 for numbers in tracks) and len(set.union(*tracks)) == len(tracks)
 
 
 def test_other_plans_are_refused_and_patterns_unrolled():

@@ -21,10 +21,18 @@ CATEGORIES = {
     "S": "transfer",
 }  # fmt: skip
 """Categories of events by the first letter of an operation."""
+PLUGIN_SUFFIX = ".pt.trace.json"
+"""Ending of the names of files that the PyTorch plugin of TensorBoard (torch-tb-profiler) looks for."""
+PLUGIN_CATEGORY = "cpu_op"
+"""The category of operations whose events that plugin does not drop, as it does those of categories of our own."""
 
 
 def chrome_trace(
-    plan: Plan, chain: Chain | None = None, measured: MeasuredTimeline | None = None
+    plan: Plan,
+    chain: Chain | None = None,
+    measured: MeasuredTimeline | None = None,
+    *,
+    for_plugin: bool = False,
 ) -> dict[str, Any]:
     """Return a trace with a track for each device and each direction of a link; seconds become microseconds.
 
@@ -33,6 +41,8 @@ def chrome_trace(
 
     Args:
         chain: the chain of the plan, where the plan alone does not tell the instants of its step.
+        for_plugin: give each event the category that the PyTorch plugin of TensorBoard reads, and its own one as
+            an argument, ``kind``.
 
     Raises:
         PlanMismatchError: the chain or the timeline belongs to another plan.
@@ -51,6 +61,10 @@ def chrome_trace(
             events += _events(PLANNED, run.operations, places, begin, step.step)
             events += _events(MEASURED, step.operations, places, begin - first, step.step)
             begin += max(run.seconds, max(each.end_seconds for each in step.operations) - first)
+    if for_plugin:
+        for event in (each for each in events if each["ph"] == "X"):
+            event["args"] = {**event["args"], "kind": event["cat"]}
+            event["cat"] = PLUGIN_CATEGORY
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -64,16 +78,21 @@ def _names(process: int, name: str, places: Sequence[str]) -> list[dict[str, Any
         ("process_name", 0, {"name": name}),
         ("process_sort_index", 0, {"sort_index": process}),
     ]
-    for track, place in enumerate(places, start=1):
+    for track, place in enumerate(places, start=_first_track(process, places)):
         named.append(("thread_name", track, {"name": place}))
         named.append(("thread_sort_index", track, {"sort_index": track}))
     return [{"ph": "M", "pid": process, "tid": tid, "name": what, "args": args} for what, tid, args in named]
 
 
+def _first_track(process: int, places: Sequence[str]) -> int:
+    """Return the number of the first track of a process. No two are the same: some readers look at these alone."""
+    return 1 + (process - PLANNED) * len(places)
+
+
 def _events(
     process: int, operations: Iterable[TimedOperation], places: Sequence[str], begin: float, step: int | None
 ) -> list[dict[str, Any]]:
-    tracks = {place: track for track, place in enumerate(places, start=1)}
+    tracks = {place: track for track, place in enumerate(places, start=_first_track(process, places))}
     events = []
     for each in operations:
         # Perfetto counts in nanoseconds: what ends as another begins must not lie within it by one of them.
