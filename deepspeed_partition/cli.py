@@ -114,7 +114,9 @@ def cli(ctx: click.Context) -> None:
     is_flag=True,
     help="Measure the statistics of --algorithm mcap, too: about as many short training runs as layers.",
 )
-@click.option("--config", type=click.Path(), help="DeepSpeed's, for the optimizer and precision of --mcap.")
+@click.option(
+    "--config", type=click.Path(), help="DeepSpeed configuration with the optimizer and precision for --mcap."
+)
 @json_flag("the chain")
 def profile(
     factory: str,
@@ -134,7 +136,7 @@ def profile(
     """
     output, as_json = _result(output, as_json, factory.rpartition(":")[0])
     if not mcap:
-        _refuse({"--config": config}, "has an effect with --mcap alone")
+        _refuse({"--config": config}, "has an effect only with --mcap")
     training = None if config is None else _json_object(config)
     # What the user's own code prints is no part of the JSON.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
@@ -171,13 +173,13 @@ def profile(
 @click.option(
     "--machine-devices",
     type=click.IntRange(min=1),
-    help=f"Devices in each machine, for {REPLICATED} alone; left out: all are in one.",
+    help=f"Devices in each machine, only for {REPLICATED}; left out: all are in one.",
 )
 @click.option(
     "--machine-bandwidth",
     metavar="SIZE/s",
     callback=BANDWIDTH,
-    help=f"Between two machines, for {REPLICATED} alone.",
+    help=f"Bandwidth between two machines, only for {REPLICATED}.",
 )
 @output_file("plan")
 @json_flag("the plan")
@@ -219,17 +221,19 @@ def plan(
         no_effect["--port-bandwidth"] = platform["port_bandwidth"]
         no_effect["--operation-seconds"] = platform["operation_seconds"] or None
         no_effect["--copy-bandwidth"] = platform["copy_bandwidth"]
-        _refuse(no_effect, f"has no effect with {REPLICATED}, which chooses the replicas and knows no step")
+        _refuse(no_effect, f"has no effect with {REPLICATED}, which chooses the replicas itself and plans no step")
         found = _plan_replicated(layers, _platform(**platform), machine_devices, machine_bandwidth, time_limit)
         _hand_over_replicated(found, output, as_json)
         return
     no_effect = {"--machine-devices": machine_devices, "--machine-bandwidth": machine_bandwidth}
-    _refuse(no_effect, f"has an effect with --algorithm {REPLICATED} alone")
+    _refuse(no_effect, f"has an effect only with --algorithm {REPLICATED}")
     solver: str | MadPipe = algorithm
     if algorithm.strip() == "madpipe" and period is None:
         solver = MadPipe(start=tuple(_start(path, layers) for path in starts))
     elif starts:
-        raise click.UsageError("--start is for madpipe without --period alone", click.get_current_context())
+        raise click.UsageError(
+            "--start is only for --algorithm madpipe without --period", click.get_current_context()
+        )
     devices = _platform(**platform)
     how: dict[str, Any] = {
         "algorithm": solver,
@@ -341,7 +345,7 @@ def schemes_command(
     DeepSpeed configuration, which also says what Lightning calls it. Exit 3 if nothing fits.
     """
     output, as_json = _result(output, as_json, chain)
-    _refuse({"--split-backward": split_backward or None}, "is for plan and compare: no strategy knows halves")
+    _refuse({"--split-backward": split_backward or None}, "is for plan and compare: schemes run whole backwards")
     asked = None if weight_versions == FLUSH else weight_versions
     _refuse({"--weight-versions": asked}, "is for plan, compare and frontier: schemes drain at every step")
     layers, whole = Chain.load(chain), _platform(**platform)
@@ -503,7 +507,7 @@ def show(plan: str, memory: bool, chain_file: str | None, as_json: bool) -> None
     callback=DURATION,
     default="10",
     show_default=True,
-    help="Of the processor, for other algorithms: those that it is too short for are left out, with 0 all.",
+    help="Processor time for the other algorithms: one that needs more is left out; 0 leaves out all.",
 )
 @output_file("HTML", required=True)
 def report(plan: str, chain_file: str | None, measured: str | None, time_limit: float, output: str) -> None:
@@ -606,7 +610,7 @@ def convert(graph: str, target: str, micro_batches: int | None, output: str | No
         _hand_over(chain, output, as_json, lambda: draw.chain_text(chain, _width(), colour=_colour()))
         return
     if as_json:
-        raise click.UsageError(f"--json is for --to chain: {target} is a text of its own")
+        raise click.UsageError(f"--json is for --to chain: {target} is not JSON")
     text = _for_other_runtime(Plan.load(graph), target, micro_batches)
     if output in (None, "-"):
         click.echo(text, nl=False)
@@ -623,7 +627,7 @@ def _for_other_runtime(plan: Plan, target: str, micro_batches: int | None) -> st
 def _json_object(path: str) -> dict[str, Any]:
     data = parse_json(read_text(path, error=FormatError), where=path, error=FormatError)
     if not isinstance(data, dict):
-        raise click.BadParameter(f"{path} is no JSON object", param_hint="--config")
+        raise click.BadParameter(f"{path} is not a JSON object", param_hint="--config")
     return data
 
 
@@ -658,7 +662,7 @@ def _platform(
         of_machines = {"--devices": devices, "--memory": memory, "--bandwidth": bandwidth}
         others = {"--latency": latency or None, "--port-bandwidth": port_bandwidth}
         others["--devices-per-port"] = devices_per_port if devices_per_port != 1 else None
-        _refuse(of_machines | others, "goes without --machines, which says it of every device and link")
+        _refuse(of_machines | others, "cannot be used with --machines, which describes every device and link")
         return Platform.on(
             Machines.load(machines),
             weight_copies=weight_copies,
@@ -742,7 +746,8 @@ def _plan_replicated(
     num_devices = platform.num_devices
     if machine_devices is not None and (num_devices % machine_devices or machine_devices == num_devices):
         raise click.UsageError(
-            f"--machine-devices is {machine_devices}: {num_devices} devices are in several equal machines",
+            f"--machine-devices is {machine_devices}: it must divide the {num_devices} devices into several equal "
+            "machines",
             click.get_current_context(),
         )
     num_machines = 1 if machine_devices is None else num_devices // machine_devices
@@ -762,7 +767,8 @@ def _hand_over_replicated(found: Plan | Replicated, output: str | None, as_json:
         _hand_over(found, output, as_json, lambda: draw.summary(found, _width(), colour=_colour()))
     elif output is not None:
         raise click.UsageError(
-            "a plan file holds no stages with replicas of their own yet: leave out --output, --json prints them",
+            "a plan file cannot hold stages with different numbers of replicas: leave out --output; --json prints "
+            "them",
             click.get_current_context(),
         )
     elif as_json:

@@ -108,9 +108,9 @@ class Options:
                 raise ValueError(f"madpipe option {key!r}: {error}") from None
         for key in ("memory", "devices_per_port"):
             if getattr(self, key) == 0:
-                raise ValueError(f"madpipe option {key!r}: it is more than 0")
+                raise ValueError(f"madpipe option {key!r}: it must be more than 0")
         if self.duplex not in (None, *DUPLEX):
-            raise ValueError(f"madpipe option 'duplex' is {shown(self.duplex)}: it is {' or '.join(DUPLEX)}")
+            raise ValueError(f"madpipe option 'duplex' is {shown(self.duplex)}: it must be {' or '.join(DUPLEX)}")
         for key in ("plan", "save_plan", "save_timeline"):
             value = getattr(self, key)
             if value is not None and not (isinstance(value, str) and value):
@@ -119,7 +119,7 @@ class Options:
         for key, is_optional in (*((name, False) for name in yes_or_no), ("unpickle", True)):
             value = getattr(self, key)
             if not isinstance(value, bool) and not (is_optional and value is None):
-                raise ValueError(f"madpipe option {key!r} is {shown(value)}: it is true or false")
+                raise ValueError(f"madpipe option {key!r} is {shown(value)}: it must be true or false")
         for key, check in (("recompute", checked_mode), ("weight_versions", checked_weight_versions)):
             try:
                 if key != "weight_versions" or self.weight_versions is not None:
@@ -128,7 +128,7 @@ class Options:
                 raise ValueError(f"madpipe option {key!r}: {error}") from None
         if self.replan not in REPLAN:
             known = " or ".join(map(repr, REPLAN))
-            raise ValueError(f"madpipe option 'replan' is {shown(self.replan)}: it is {known}")
+            raise ValueError(f"madpipe option 'replan' is {shown(self.replan)}: it must be {known}")
         if self.replan == WHEN_SLOW and self.plan is not None:
             raise ValueError(
                 "madpipe option 'replan' needs layers that this run has measured, and with the option 'plan' it "

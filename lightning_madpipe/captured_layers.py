@@ -191,6 +191,6 @@ def _several_calls(
         with undone(module, lightning):
             captured = CapturedCalls(module, step, batch, trained_parts(module))
     except ValueError as error:
-        raise ValueError(f"{reason}, for its calls cannot be followed ({error})") from error
+        raise ValueError(f"{reason}, because its calls cannot be followed ({error})") from error
     captured.know(key_of(step, batch), captured)
     return PipelineCall(layers=captured.layers, attribute="forward", captured=captured)

@@ -211,8 +211,8 @@ class ForkedRanks:
         trainer.fit_loop.load_state_dict(run.progress)
         if run.weights is None:
             self._lightning.warn(
-                "the module has the weights that it had before fit, for rank 0 had no room for the whole model: "
-                "load them from a checkpoint that fit has written"
+                "the module has the weights that it had before fit, because rank 0 had no room for the whole "
+                "model: load them from a checkpoint that fit has written"
             )
             return
         lost = module.load_state_dict(run.weights, strict=False).unexpected_keys
@@ -374,5 +374,5 @@ def _read(path: Path) -> Any:
 def _in_words(exit_code: int) -> str:
     if exit_code > 0:
         return f"with status {exit_code}"
-    of_memory = ", as a system does that is out of memory" * (-exit_code == signal.SIGKILL)
+    of_memory = ", as a system that is out of memory does" * (-exit_code == signal.SIGKILL)
     return f"by {signal.Signals(-exit_code).name}{of_memory}"

@@ -129,6 +129,6 @@ class PipelineGroups(DeepSpeedStrategy):
     def _check_everyone_comes(self, name: str) -> None:
         if self._runner is not None and self._runner.steps.running is not None and self.world_size > 1:
             raise self._lightning.refusal(
-                f"{self._runner.steps.running} calls strategy.{name}(), for which the ranks of the other stages "
-                "would have to come, and they do not run the step: call it in a hook"
+                f"{self._runner.steps.running} calls strategy.{name}(), which the ranks of the other stages would "
+                "have to call, too, and they do not run the step: call it in a hook"
             )

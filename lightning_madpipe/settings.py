@@ -67,7 +67,8 @@ def checked_settings(config: Mapping[str, Any], arguments: Mapping[str, Any], ze
         )
     if "train_batch_size" in checked:
         raise ValueError(
-            "the DeepSpeed config has 'train_batch_size': leave it out, for the data loader's batch_size says it"
+            "the DeepSpeed config has 'train_batch_size': leave it out, because the data loader's batch_size says "
+            "it"
         )
     for section in ("zero_optimization", "pipeline", "bf16", "fp16"):
         if not isinstance(checked.get(section, {}), Mapping):

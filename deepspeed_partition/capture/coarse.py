@@ -84,7 +84,9 @@ class Unknown(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise CaptureError("the model's code uses what an element returned other than for the next element")
+        raise CaptureError(
+            "the model's code uses the output of an element elsewhere than as the input of the next element"
+        )
 
 
 class _Original:
@@ -217,7 +219,7 @@ class Coarse:
             map(_is_same, _without_tensors(leaves), element.returned)
         ):
             raise ShapeError(
-                f"{element.name} returned something else beside tensors than when the layers were found: {WAY_OUT}"
+                f"{element.name} returned other values beside tensors than when the layers were found: {WAY_OUT}"
             )
         return (*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *rest)
 
@@ -284,7 +286,7 @@ class Coarse:
             self.returned, self.returned_structure = found, structure
         elif len(found) != len(self.returned) or not all(map(_is_same, found, self.returned)):
             raise ShapeError(
-                f"{type(self.model).__name__} returns something else beside tensors for this batch than when its "
+                f"{type(self.model).__name__} returns other values beside tensors for this batch than when its "
                 f"layers were found: let it return tensors, or {WAY_OUT}"
             )
 

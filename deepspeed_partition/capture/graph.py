@@ -19,9 +19,9 @@ CONTAINERS = (
 )  # fmt: skip
 """Torch's own modules that may be opened; the others are run whole."""
 APART = (
-    "draws between its layers, from {}, and layers that were found would have what was drawn then for ever: put "
-    "the draw into the forward() of a layer, which runs for every micro-batch, such as a block that returns its "
-    "input where it is to be left out"
+    "draws between its layers, from {}, and the layers that were found would repeat those numbers for every "
+    "batch: put the draw into the forward() of a layer, which runs for every micro-batch, such as a block that "
+    "returns its input where it is to be left out"
 )
 LARGE = 1 / 12
 """A module with more than this share of the model's work is opened, to have more places for boundaries."""

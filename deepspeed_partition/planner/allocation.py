@@ -35,7 +35,7 @@ class Stage:
     def __post_init__(self) -> None:
         start, stop = self.layers
         if not 0 <= start < stop:
-            raise ValueError(f"layers {start} to {stop} are no stage: it has at least one layer")
+            raise ValueError(f"layers {start} to {stop} are no stage: a stage has at least one layer")
         if self.device < 0:
             raise ValueError(f"device {self.device} of layers {start} to {stop} is negative")
         end = start

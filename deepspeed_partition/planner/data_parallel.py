@@ -48,8 +48,8 @@ def check_zero_stage(zero_stage: object) -> None:
         isinstance(zero_stage, bool) or not isinstance(zero_stage, int) or zero_stage not in (0, 1)
     ):
         raise ValueError(
-            f"zero_stage is {zero_stage!r}: it is 0 or 1; stages 2 and 3 cut up gradients and weights, which does "
-            "not go with a pipeline"
+            f"zero_stage is {zero_stage!r}: it must be 0 or 1; stages 2 and 3 divide gradients and weights, which "
+            "does not work with a pipeline"
         )
 
 

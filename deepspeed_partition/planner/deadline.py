@@ -49,7 +49,7 @@ class Deadline:
         watch: Callable[[str], None] | None = None,
     ) -> None:
         if not seconds > 0:  # true for NaN, too
-            raise ValueError(f"a deadline in {seconds} s has passed: it is more than 0")
+            raise ValueError(f"a deadline in {seconds} s has passed: it must be more than 0 s from now")
         self._end = time.thread_time() + seconds
         self._patience = time.monotonic() + seconds * PATIENCE_FACTOR + PATIENCE_SECONDS
         self._within = within

@@ -37,8 +37,8 @@ def infeasible(problem: Problem, solver: Solver, solve: Solve) -> InfeasibleErro
     needs = bytes_needed(problem, cuts)
     if smallest > LARGEST_MEMORY_BYTES:
         return InfeasibleError(
-            f"no plan fits into {format_bytes(memory)} per device, nor into any device there may be: the "
-            f"cut that needs least takes {format_bytes(smallest)}"
+            f"no plan fits into {format_bytes(memory)} per device, nor into the largest memory that a device may "
+            f"have here: the cut that needs least takes {format_bytes(smallest)}"
         )
     if max(needs) <= memory:
         return InfeasibleError(

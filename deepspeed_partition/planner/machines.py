@@ -55,7 +55,7 @@ class Machines:
 
     def __post_init__(self) -> None:
         if not self.devices:
-            raise ValueError("devices is empty: there is at least one")
+            raise ValueError("devices is empty: give at least one")
         for index, group in enumerate(self.devices):
             _check_number(f"devices[{index}].count", group.count, 1, MOST_DEVICES)
             _check_number(f"devices[{index}].memory_bytes", group.memory_bytes, 1, 2**60)
@@ -63,7 +63,7 @@ class Machines:
         if self.num_devices > MOST_DEVICES:
             raise ValueError(f"devices are {self.num_devices} together: at most {MOST_DEVICES}")
         if not self.links:
-            raise ValueError("links is empty: there is at least one level")
+            raise ValueError("links is empty: give at least one level")
         for index, level in enumerate(self.links):
             _check_number(f"links[{index}].bandwidth", level.bandwidth, 1e-300, 1e300)
             _check_number(f"links[{index}].latency_seconds", level.latency_seconds, 0, 1e9)
@@ -73,7 +73,7 @@ class Machines:
         if self.price_per_device_hour and len(self.price_per_device_hour) != len(self.devices):
             raise ValueError(
                 f"price_per_device_hour has {len(self.price_per_device_hour)} entries and devices has "
-                f"{len(self.devices)}: it has one for each, or none"
+                f"{len(self.devices)}: it must have one for each, or none"
             )
         for index, price in enumerate(self.price_per_device_hour):
             _check_number(f"price_per_device_hour[{index}]", price, 0, 1e9)
@@ -90,7 +90,8 @@ class Machines:
         for index, (inner, outer) in enumerate(pairwise(known), 1):
             if outer % inner or outer == inner:
                 raise ValueError(
-                    f"links[{index}].group is {outer}: it is a larger multiple of the group before it, {inner}"
+                    f"links[{index}].group is {outer}: it must be a larger multiple of the group before it, "
+                    f"{inner}"
                 )
         if sizes[-1] is not None and sizes[-1] < self.num_devices:
             raise ValueError(
@@ -239,4 +240,4 @@ def _check_number(where: str, value: object, least: float, most: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{where} is {value!r}, not a number")
     if not least <= value <= most:
-        raise ValueError(f"{where} is {value:g}: it is from {least:g} to {most:g}")
+        raise ValueError(f"{where} is {value:g}: it must be from {least:g} to {most:g}")

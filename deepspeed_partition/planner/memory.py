@@ -2,7 +2,7 @@
 
     weights + in_flight * stash + transient + buffers at its two boundaries + what the process itself holds
 
-or, where that is more, the weights with what comes behind the last backward of a step: gradients are brought
+or, where that is more, the weights with what comes after the last backward of a step: gradients are brought
 together, the optimizer steps, and no micro-batch is there any more.
 
 While a stage runs, the micro-batch that it runs on has only come to some layer: ahead of it nothing is kept yet,
@@ -83,7 +83,7 @@ def stage_memory(
 
 
 def larger(training: MemoryUse, after_backwards: int) -> MemoryUse:
-    """Return the peak of a device: while it trains, or behind the last backward of a step where that is more.
+    """Return the peak of a device: while it trains, or after the last backward of a step where that is more.
 
     No activations are left then, and no tensors wait.
     """
@@ -178,7 +178,7 @@ class StageTable:
             if self.training.needs_after_backwards or self.fixed_bytes
             else self.weights
         )
-        """Bytes that a device with layers k to l needs behind the last backward of a step, [k, l]."""
+        """Bytes that a device with layers k to l needs after the last backward of a step, [k, l]."""
         self.is_stage: NDArray[np.bool_] = np.triu(np.ones((size, size), dtype=bool), 1)
         self.trains: NDArray[np.bool_] = self.is_stage & (trainable[None, :] > trainable[:, None])
         """Booleans, [k, l]: some parameter of layers k to l is trained."""

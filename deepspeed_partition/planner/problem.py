@@ -50,7 +50,7 @@ def _whole(where: str, value: object, smallest: int, largest: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{where} is {shown(value)}, not a whole number")
     if not smallest <= value <= largest or value != int(value):
-        raise ValueError(f"{where} is {shown(value)}: it is a whole number from {smallest} to {largest}")
+        raise ValueError(f"{where} is {shown(value)}: it must be a whole number from {smallest} to {largest}")
     return int(value)
 
 
@@ -507,11 +507,13 @@ class Platform:
             if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST_FLOAT:
                 raise ValueError(f"{key} is {shown(value)}, not a finite number")
         if self.bandwidth <= 0:
-            raise ValueError(f"bandwidth is {self.bandwidth!r} bytes per second: it is more than 0")
+            raise ValueError(f"bandwidth is {self.bandwidth!r} bytes per second: it must be more than 0")
         if not 0 <= self.latency_seconds <= LONGEST_SECONDS:
-            raise ValueError(f"latency_seconds is {self.latency_seconds!r}: it is from 0 to {LONGEST_SECONDS:g}")
+            raise ValueError(
+                f"latency_seconds is {self.latency_seconds!r}: it must be from 0 to {LONGEST_SECONDS:g}"
+            )
         if not 0 <= self.weight_copies <= 1e6:
-            raise ValueError(f"weight_copies is {self.weight_copies!r}: it is from 0 to 1e6")
+            raise ValueError(f"weight_copies is {self.weight_copies!r}: it must be from 0 to 1e6")
         if self.weight_copies == int(self.weight_copies):
             object.__setattr__(self, "weight_copies", int(self.weight_copies))
         object.__setattr__(self, "bandwidth", float(self.bandwidth))
@@ -520,9 +522,9 @@ class Platform:
         object.__setattr__(self, "fixed_bytes", _bytes("fixed_bytes", self.fixed_bytes))
         object.__setattr__(self, "operation_seconds", _seconds("operation_seconds", self.operation_seconds))
         if self.optimizer_step not in ("largest", "sum"):
-            raise ValueError(f"optimizer_step is {shown(self.optimizer_step)}: it is largest or sum")
+            raise ValueError(f"optimizer_step is {shown(self.optimizer_step)}: it must be largest or sum")
         if self.duplex not in DUPLEX:
-            raise ValueError(f"duplex is {shown(self.duplex)}: it is {' or '.join(DUPLEX)}")
+            raise ValueError(f"duplex is {shown(self.duplex)}: it must be {' or '.join(DUPLEX)}")
         object.__setattr__(self, "copy_bandwidth", self._bandwidth_or_none("copy_bandwidth"))
         self._check_ports()
         self._check_machines()
@@ -592,7 +594,7 @@ class Platform:
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST_FLOAT:
             raise ValueError(f"{key} is {shown(value)}, not a finite number")
         if value <= 0:
-            raise ValueError(f"{key} is {value!r} bytes per second: it is more than 0")
+            raise ValueError(f"{key} is {value!r} bytes per second: it must be more than 0")
         return float(value)
 
     def _check_ports(self) -> None:

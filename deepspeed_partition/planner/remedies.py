@@ -76,7 +76,7 @@ def with_remedies(
 
 def _samples(chain: Chain) -> str:
     size = chain.micro_batch_size
-    return "a micro-batch of today" if size is None else f"{size} sample{'s' if size > 1 else ''}"
+    return "a micro-batch of the present size" if size is None else f"{size} sample{'s' if size > 1 else ''}"
 
 
 def _remedies(

@@ -137,7 +137,7 @@ class TrainingBytes:
         return [np.array(list(map(late, each)), dtype=np.int64) for each in layers]
 
     def after_backwards(self, stages: Iterable[tuple[int, int]]) -> int:
-        """Return the bytes needed besides, behind the last backward of a step, on a device with these stages.
+        """Return the bytes needed besides, after the last backward of a step, on a device with these stages.
 
         They are the larger of what brings the gradients together and of what the optimizer's step needs.
         """
@@ -176,7 +176,7 @@ class TrainingBytes:
 
     @property
     def needs_after_backwards(self) -> bool:
-        """Return whether some layer needs bytes behind the last backward of a step."""
+        """Return whether some layer needs bytes after the last backward of a step."""
         return bool(self._optimizer.any() or self._reduction.any())
 
     def after_backwards_of_stages(self) -> NDArray[np.int64]:

@@ -119,5 +119,5 @@ def one_of(name: str, value: object, known: Sequence[str]) -> str:
         ValueError: it is not.
     """
     if not isinstance(value, str) or value not in known:
-        raise ValueError(f"{name} is {shown(value)}: it is one of {', '.join(known)}")
+        raise ValueError(f"{name} is {shown(value)}: it must be one of {', '.join(known)}")
     return value

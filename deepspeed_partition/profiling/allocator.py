@@ -106,7 +106,7 @@ def counted_memory(*, limit_bytes: int | None = None, this_thread: bool = False)
         RuntimeError: there is no C++ compiler, or it failed.
     """
     if limit_bytes is not None and limit_bytes < 0:
-        raise ValueError(f"limit_bytes is {limit_bytes}: it is at least 0")
+        raise ValueError(f"limit_bytes is {limit_bytes}: it must be at least 0")
     with _counter(_library(), None, this_thread=this_thread) as counted:
         if limit_bytes is None:
             yield counted
@@ -147,7 +147,7 @@ def _counter(library: Any, parent: int | None, *, this_thread: bool) -> Iterator
     handle = library.madpipe_open(parent, this_thread)
     if not handle:
         raise RuntimeError(
-            "the memory of CPU tensors cannot be counted, for this process has set an allocator without a raw "
+            "the memory of CPU tensors cannot be counted, because this process has set an allocator without a raw "
             "deleter: start without it"
         )
     counted = CountedMemory(library, handle)

@@ -129,7 +129,9 @@ def made_by(spec: str, micro_batch_size: int) -> tuple[Any, Any, Any]:
         return _captured(spec, *made)
     layers, sample, loss_fn = made if len(made) == 3 else (*made, None)
     if loss_fn is not None and not callable(loss_fn):
-        raise ValueError(f"factory {spec!r} returned a {type(loss_fn).__name__} for loss_fn: it is a function")
+        raise ValueError(
+            f"factory {spec!r} returned a {type(loss_fn).__name__} for loss_fn: it must be a function"
+        )
     return layers, sample, loss_fn
 
 
@@ -155,7 +157,7 @@ def _arguments(factory: Callable[..., Any], spec: str, micro_batch_size: int) ->
             continue
         return arguments
     raise ValueError(
-        f"factory {spec!r} takes {signature}: it takes the micro-batch size as its only argument, or nothing"
+        f"factory {spec!r} takes {signature}: it must take the micro-batch size as its only argument, or nothing"
     )
 
 

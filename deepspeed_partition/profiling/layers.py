@@ -259,13 +259,15 @@ def _split(sample: Any, loss_fn: LossFunction | None) -> tuple[Boundary, Any]:
     inputs = sample
     if loss_fn is not None:
         if not isinstance(sample, tuple | list) or len(sample) != 2:
-            raise ValueError(f"the sample is {describe(sample)}: with a loss_fn it is a pair (inputs, labels)")
+            raise ValueError(
+                f"the sample is {describe(sample)}: with a loss_fn it must be a pair (inputs, labels)"
+            )
         inputs, labels = sample
     if isinstance(inputs, list):  # as a DataLoader collates a tuple
         inputs = tuple(inputs)
     if not is_boundary(inputs):
         raise ValueError(
-            f"the inputs of the sample are {describe(inputs)}: they are a tensor or a tuple of tensors"
+            f"the inputs of the sample are {describe(inputs)}: they must be a tensor or a tuple of tensors"
             + ("; labels belong to the sample only with a loss_fn" if loss_fn is None else "")
         )
     return inputs, labels

@@ -31,7 +31,7 @@ class Conditions:
         for key, smallest in (("warm_up", 1), ("repeats", 1)):
             value = getattr(self, key)
             if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
-                raise ValueError(f"{key} is {value!r}: it is a whole number of at least {smallest}")
+                raise ValueError(f"{key} is {value!r}: it must be a whole number of at least {smallest}")
 
     @classmethod
     def on(cls, device: torch.device | str | None, **how: Any) -> Conditions:

@@ -250,7 +250,7 @@ class _DryRun:
             )
         received = {message for messages in self.posted.values() for message in messages}
         unread = received - self.waited_for
-        self._require(not unread, f"nobody waits for {sorted(unread)[:1]}")
+        self._require(not unread, f"no operation waits for {sorted(unread)[:1]}")
 
     @staticmethod
     def _require(holds: bool, message: str) -> None:

@@ -149,7 +149,7 @@ def _transformer_layers(kinds: Sequence[str]) -> tuple[int, int]:
         )
     if first == 0:
         raise ConversionError(
-            f"layer 0 is a {kind} like those behind it, and a layout of Megatron-LM begins with the embedding: "
+            f"layer 0 is a {kind} like those after it, and a layout of Megatron-LM begins with the embedding: "
             "profile the model with its embedding as a layer"
         )
     return first, first + number

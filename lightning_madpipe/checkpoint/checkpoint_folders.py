@@ -343,7 +343,7 @@ def load_consolidated(
     if strict and (missing or unexpected):
         raise ValueError(
             f"the checkpoint is of another model than this {type(module).__name__}: it lacks "
-            f"{_some(missing)} and has, too much, {_some(sorted(unexpected))}"
+            f"{_some(missing)} and has {_some(sorted(unexpected))}, which this model does not have"
         )
     for name, shape in expected.items():
         if name in state and list(state[name].shape) != shape:

@@ -168,7 +168,7 @@ class Checkpointing(DeepSpeedStrategy):
             elif self.deepspeed_engine.is_destroyed:
                 raise ValueError(
                     "another Trainer has run this module since, and the states of this one's optimizer went then: "
-                    "save before that, or give weights_only=True, for the weights are here"
+                    "save before that, or give weights_only=True, because the weights are here"
                 )
             else:
                 if self._lost_optimizer:
@@ -259,7 +259,7 @@ class Checkpointing(DeepSpeedStrategy):
         if fitting and not saved.has_optimizer:
             self._lightning.warn(
                 f"{path} has no states of an optimizer, because it was saved after validate, test or predict: "
-                "this fit begins with new ones, and goes on otherwise than in one process"
+                "this fit begins with new ones, and continues differently than in one process"
             )
         if fitting and (saved.global_step or not engine.global_steps):
             _, checkpoint = engine.load_checkpoint(

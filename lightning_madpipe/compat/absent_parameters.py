@@ -31,9 +31,9 @@ NEEDED_HERE = (
     "torch.distributed.all_reduce"
 )
 CHANGED_HERE = (
-    ". A hook that every rank runs may change it in place, or set a buffer, by what is known on all ranks: that "
-    "is done on the rank that has it. A function that asks for its rank may not, for the other ranks might not "
-    "do it: write it in one that does not"
+    ". A hook that every rank runs may change it in place, or set a buffer, by values that all ranks know: the "
+    "rank that has it makes the change. A function that asks for its rank may not, because the other ranks might "
+    "not do it: change it in a function that does not ask"
 )
 
 BY_VALUES = ("multinomial", "poisson")

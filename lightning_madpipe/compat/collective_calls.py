@@ -24,16 +24,16 @@ NAME = "_rank_not_in_group"
 program has imported the collective."""
 
 IN_A_STEP = (
-    "{step} calls torch.distributed.{name} at {line}, for which the ranks {ranks} would have to come. They do not "
-    "all run the step: it runs on the last stage, up to its call of the layers on the first one. The stages of a "
-    "pipeline read the same data. Use self.all_gather(...), self.trainer.strategy.reduce(...) or self.log(..., "
-    "sync_dist=True), which count each pipeline once, or call it in a hook, such as on_train_batch_end, on every "
-    "rank"
+    "{step} calls torch.distributed.{name} at {line}, which the ranks {ranks} would have to call, too. They do "
+    "not all run the step: it runs on the last stage, up to its call of the layers on the first one. The stages "
+    "of a pipeline read the same data. Use self.all_gather(...), self.trainer.strategy.reduce(...) or "
+    "self.log(..., sync_dist=True), which count each pipeline once, or call it in a hook, such as "
+    "on_train_batch_end, on every rank"
 )
 
 IN_A_LAYER = (
-    "forward() or a layer calls torch.distributed.{name} at {line}, for which the ranks {ranks} would have to "
-    "come. They do not all run that layer: it runs on the rank that has it, once per micro-batch. Leave the call "
+    "forward() or a layer calls torch.distributed.{name} at {line}, which the ranks {ranks} would have to call, "
+    "too. They do not all run that layer: it runs on the rank that has it, once per micro-batch. Leave the call "
     "out of the layer, or do it in a hook, such as on_train_batch_end, on every rank"
 )
 

@@ -7,28 +7,29 @@ from __future__ import annotations
 
 SEVERAL = (
     "{place} computes with several parameters or gradients together ({names}, ...), and a rank of a pipeline has "
-    "those of its own layers only: a norm, a sum or a decision over all of them is that of a part, another one "
-    "on each rank. For the norm of all gradients: torch.nn.utils.clip_grad_norm_ in on_before_optimizer_step "
+    "those of its own layers only: a norm, a sum or a decision over all of them covers one part only, and differs "
+    "from rank to rank. For the norm of all gradients: torch.nn.utils.clip_grad_norm_ in on_before_optimizer_step "
     "counts all ranks, as does Trainer(gradient_clip_val=...). Else bring the ranks' parts together, as by "
     "torch.distributed.all_reduce"
 )
 NUMBERS_OF_SEVERAL = (
     "{place} takes numbers out of several parameters or gradients ({names}, ...), and a rank of a pipeline has "
-    "those of its own layers only: what is computed or decided from all of them is that of a part, another one "
-    "on each rank; where each is treated by itself, nothing differs. For the norm of all gradients: "
+    "those of its own layers only: what is computed or decided from all of them covers one part only, and differs "
+    "from rank to rank; where each is treated by itself, nothing differs. For the norm of all gradients: "
     "torch.nn.utils.clip_grad_norm_ in on_before_optimizer_step counts all ranks, as does "
     "Trainer(gradient_clip_val=...). Else bring the ranks' parts together, as by torch.distributed.all_reduce"
 )
 ELEMENTS_OF_SEVERAL = (
     "{place} counts the elements of several parameters ({names}, ...), and a rank of a pipeline has those of its "
-    "own layers only: a number of all is that of a part, another one on each rank; where each is treated by "
-    "itself, nothing differs. Count them before fit, or in a step, which is shown all, or bring the ranks' parts "
-    "together, as by torch.distributed.all_reduce"
+    "own layers only: a number of all covers one part only, and differs from rank to rank; where each is treated "
+    "by itself, nothing differs. Count them before fit, or in a step, which is shown all, or bring the ranks' "
+    "parts together, as by torch.distributed.all_reduce"
 )
 _COUNTED = (
     ", and a rank of a pipeline has those of its own layers only (under stage=1, bf16 and fp16 one flat tensor of "
-    "each group): a number of all is that of a part, another one on each rank. Count self.parameters() before "
-    "fit, or in a step, which is shown all, or bring the ranks' parts together, as by torch.distributed.all_reduce"
+    "each group): a number of all covers one part only, and differs from rank to rank. Count self.parameters() "
+    "before fit, or in a step, which is shown all, or bring the ranks' parts together, as by "
+    "torch.distributed.all_reduce"
 )
 COUNTED_PARAMETERS = "{place} counts the optimizer's parameters (here len(group['params']) is {number})" + _COUNTED
 COUNTED_STATES = (
@@ -48,8 +49,8 @@ LOGGED = (
 )
 RANDOM = (
     "{place} draws random numbers for parameters ({names}, ...), and each rank of a pipeline draws them for its "
-    "own layers only: weights, and what is drawn later, become other ones than in one process. Draw from a "
-    "generator for each parameter, `torch.Generator().manual_seed(zlib.crc32(name.encode()) + step)`"
+    "own layers only: weights, and all numbers that are drawn later, differ from those of one process. Draw from "
+    "a generator for each parameter, `torch.Generator().manual_seed(zlib.crc32(name.encode()) + step)`"
 )
 WHOLE_STATE = (
     "{place} asks for state_dict(), which has the layers of this rank only: a file that rank 0 writes of it has "
@@ -67,8 +68,8 @@ IN_BUFFERS = (
 )
 COPY_OF_A_PART = (
     "{place} changes {target}, which is in no layer of the pipeline, by {source}, and a rank has the layers of "
-    "its own stages only: each rank would change another part, and lists that are gone through together, as by "
-    "zip, are not of the same layers. Average by hand in a dict by the names of self.named_parameters(), which "
+    "its own stages only: each rank would change another part, and lists that the code reads together, as by zip, "
+    "are of different layers. Average by hand in a dict by the names of self.named_parameters(), which "
     "follows the layers and is whole after fit; a copy that the step runs, such as a target network, can load the "
     "whole, state = trainer.strategy.broadcast(trainer.strategy.lightning_module_state_dict()), by all ranks. A "
     "teacher that moves a little in each step needs a strategy that has the whole model on each device, such as "

@@ -38,7 +38,7 @@ class Rests:
         is_due = bool(self._is_validation_due(*arguments))
         if is_due and not self._engine.is_at_rest:
             number = self._loop.batch_progress.current.ready
-            self._engine.leave(f"has come to validation behind {number} batches of the epoch")
+            self._engine.leave(f"has come to validation after {number} batches of the epoch")
             self._engine.come_to_rest()
         return is_due
 

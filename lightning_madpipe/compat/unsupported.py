@@ -187,7 +187,7 @@ def _notes_on_windows(trainer: Any, module: Any) -> Iterator[str]:
     if after:
         yield (
             f"{at_the_end}: {_list(after)} is called once there, with the gradients of all of them, and not after "
-            "each batch. What is to be done to the gradients of a step belongs into on_before_optimizer_step, "
+            "each batch. What is to be done to the gradients of a step belongs in on_before_optimizer_step, "
             "which one process calls once, too; to change those of each batch, use larger batches or none to "
             "accumulate"
         )
@@ -266,7 +266,7 @@ def refusals_of_hooks(module: nn.Module, call: PipelineCall) -> Iterator[str]:
             place = f"self.{name}" if name else type(module).__name__
             yield (
                 f"{place} ({type(part).__name__}) has a {refused[0]} hook ({_named(kinds[refused[0]])}), and in a "
-                "pipeline, which runs its layers on several ranks, that is not called: hang it on these layers"
+                "pipeline, which runs its layers on several ranks, that is not called: register it on these layers"
             )
 
 
@@ -476,7 +476,7 @@ def notes_on_parts(
         yield (
             f"the code of {_all_of(deciding, 'layers ')} asks for numbers in tensors that depend on the samples. "
             f"What it decides by them may hold for all samples that it is given, which are {_piece_of(sizes)} and "
-            "not the batch as in one process. Where each sample is treated by itself all the same, as by a router "
+            "not the batch as in one process. Where each sample is nevertheless treated by itself, as by a router "
             "of experts, nothing differs; else MadPipeStrategy(num_micro_batches=1) does as one process, and "
             "torch functions such as torch.where decide for each sample"
         )
@@ -497,7 +497,7 @@ def notes_on_draws(drawing: Sequence[str]) -> Iterator[str]:
     if drawing:
         yield (
             f"random numbers are drawn by {_all_of(drawing)}, and in a pipeline each stage draws its own for each "
-            "micro-batch: they are other ones than in one process for the same seed, as if that had another seed"
+            "micro-batch: they differ from those of one process with the same seed, as if it had another seed"
         )
 
 

@@ -32,8 +32,8 @@ WRITTEN = (
 )
 MEETS = (
     "{place} calls torch.distributed.{name} at {line}, over ranks {ranks}, and with weight_versions {mode!r} each "
-    "rank comes to it when it has the gradients of a step, at another time than the others, for which it would "
-    "wait, perhaps for ever. Call it in on_train_batch_end, or leave weight_versions out"
+    "rank comes to it when it has the gradients of a step, at another time than the others, and would wait for "
+    "them, perhaps forever. Call it in on_train_batch_end, or leave weight_versions out"
 )
 NORM = (
     "{place} clips by the norm of several gradients, which are on several ranks, and with weight_versions "

@@ -34,9 +34,9 @@ def state_of_other_size(module: nn.Module, given: Iterable[Any]) -> str | None:
     for tensor in tensors:
         if id(tensor) in names and samples not in tensor.shape:
             return (
-                f"self.{names[id(tensor)]}, of shape {tuple(tensor.shape)}, is given with {samples} samples, for "
-                "a pipeline cuts batches: make a state in the step for the samples that it is given, `if self.h "
-                "is None: self.h = torch.zeros(len(x), ...)`, or let batches be whole, "
+                f"self.{names[id(tensor)]}, of shape {tuple(tensor.shape)}, is given with {samples} samples, "
+                "because a pipeline cuts batches: make a state in the step for the samples that it is given, `if "
+                "self.h is None: self.h = torch.zeros(len(x), ...)`, or let batches be whole, "
                 "MadPipeStrategy(num_micro_batches=1)"
             )
     return None

@@ -93,10 +93,10 @@ class CapturedCheck(LayerCheck):
                 told.add(write.path)
                 self._notes.append(
                     f"{write.hook} sets self.{write.path} ({write.line}), which {self._call.called} of "
-                    f"{self._name} reads, and the layers that were found have what it is now: at a change by "
-                    "which the model computes something else, in a later epoch perhaps, the run will end. Let the "
-                    f"attribute be a tensor that the hook changes in place (self.{write.path}.fill_(...)), use it "
-                    "in the step, or write pipeline_layers()"
+                    f"{self._name} reads, and the layers that were found have what it is now: if a later change "
+                    "makes the model compute something else, the run ends there. Let the attribute be a tensor "
+                    f"that the hook changes in place (self.{write.path}.fill_(...)), use it in the step, or write "
+                    f"pipeline_layers()"
                 )
 
     def _outside(self) -> dict[str, nn.Module]:
@@ -114,7 +114,7 @@ class CapturedCheck(LayerCheck):
         return LayersDifferError(
             f"the layers that were found of {self._call.called} of {self._name} do not compute what it does, "
             f"which {what}: what changes from call to call, such as a number that its code counts, or by an "
-            "attribute that something sets, belongs into the forward() of a layer; or write pipeline_layers()"
+            "attribute that something sets, belongs in the forward() of a layer; or write pipeline_layers()"
         )
 
 

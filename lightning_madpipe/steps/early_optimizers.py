@@ -41,7 +41,7 @@ def optimizers_for_steps(trainer: Any, module: Any, lightning: Lightning) -> Ite
             raise CaptureError(
                 f"forward() of {type(module).__name__} asks for the optimizer or its rate at {line_that_runs()}, "
                 "and the layers that are found of it would keep the rate of the first step: use the rate in the "
-                "step, behind its call of the layers"
+                "step, after its call of the layers"
             )
         return configured()[place]
 

@@ -232,7 +232,7 @@ class ForwardWatch:
             self._say(
                 f"forward() of {type(self._module).__name__} reads {', '.join(names)}, which changes from step to "
                 "step: pipeline_layers() is compared with it again at the start of each epoch only; what shall "
-                "change in each step belongs into a layer"
+                "change in each step belongs in a layer"
             )
         return names
 

@@ -197,13 +197,13 @@ class LayerCheck:
             self._notes.append(
                 f"forward() of {self._name} reads {some(asked)}, and is not run in a pipeline, which runs "
                 "the layers alone: pipeline_layers() is compared with it before the first step, and again at the "
-                "start of each epoch; what shall change in training belongs into a layer"
+                "start of each epoch; what shall change in training belongs in a layer"
             )
         if of_values:
             self._notes.append(
                 f"forward() of {self._name} asks for the numbers in tensors ({some(of_values)}) outside of its "
                 "layers: what it does for those of the first micro-batch is compared with pipeline_layers(), and "
-                "nothing else; what shall depend on them belongs into a layer"
+                "nothing else; what shall depend on them belongs in a layer"
             )
 
     def _fits(self) -> bool:
@@ -445,7 +445,9 @@ class LayerCheck:
         for was, now, had, has in zip(left.tensors, right.tensors, left.num_hooks, right.num_hooks, strict=True):
             if now is was:
                 if has != had:
-                    raise self._differs(f"hangs a hook on the gradient {between}", "hang it on within the layer")
+                    raise self._differs(
+                        f"registers a hook on the gradient {between}", "register it within the layer"
+                    )
             elif was.requires_grad:
                 [gradient], direction = gradients_of([now], [was])
                 if gradient is None or not equal(gradient, direction[0]):

@@ -41,9 +41,9 @@ from lightning_madpipe.steps.written_inputs import WRITES
 T = TypeVar("T")
 
 UNCHECKED = (
-    "check_layers=False: nobody compares the layers with forward(), nor names layers that mix samples, keep "
-    "something from run to run, decide by numbers in tensors, hand something over beside their outputs, or draw "
-    "random numbers. Where one does, this is another training than in one process, and no line says so"
+    "check_layers=False: the layers are not compared with forward(), and no line names layers that mix samples, "
+    "keep something from run to run, decide by numbers in tensors, hand something over beside their outputs, or "
+    "draw random numbers. Where a layer does, training differs from that of one process, and no line says so"
 )
 """What is said once of a run without the check."""
 

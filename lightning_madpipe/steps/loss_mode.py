@@ -399,9 +399,9 @@ class LossOfBatches:
             self._switch(flushes, f"for this batch {finding.why_unknown}")
         elif finding.unknown is Unknown.NO_TRIAL or (finding.unknown is Unknown.MEETS_AGAIN and is_last):
             raise self.refusal(
-                "nobody can tell whether the loss of a batch is the mean of those of its micro-batches: its trial "
-                f"before the first step failed ({finding.why_unknown}). If it is that mean, weighted by samples, "
-                "write MadPipeStrategy(loss='mean'); else num_micro_batches=1 gives the loss of the batch"
+                "it is not known whether the loss of a batch is the mean of the losses of its micro-batches: its "
+                f"trial before the first step failed ({finding.why_unknown}). If it is that mean, weighted by "
+                "samples, write MadPipeStrategy(loss='mean'); else num_micro_batches=1 gives the loss of the batch"
             )
         elif finding.unknown is Unknown.MEETS_AGAIN:
             self.steps.forget_trials()  # if the step does not fail, it is given up and tried once more

@@ -15,21 +15,20 @@ def uses_weights(step: str, called: str, error: Exception) -> str:
     """Why a step cannot run that asks for weights of another rank, as ``error`` names them."""
     name = str(error).partition(" is asked for ")[0]
     return (
-        f"{step} uses {name} otherwise than by its call of {called}, and in a pipeline a "
-        "step has the weights of one stage only: for a penalty use the optimizer's weight_decay, to change "
-        "weights a hook, such as on_train_batch_end, for a norm that is logged a hook and "
-        "torch.distributed.all_reduce; or let the layers return what the step needs "
-        f"({line_of_users(error)})"
+        f"{step} uses {name} other than by its call of {called}, and in a pipeline a step has the weights of one "
+        "stage only: for a penalty use the optimizer's weight_decay, to change weights a hook, such as "
+        "on_train_batch_end, for a norm that is logged a hook and torch.distributed.all_reduce; or let the layers "
+        f"return what the step needs ({line_of_users(error)})"
     )
 
 
 def loss_depends_on_weights(step: str, called: str, name: str) -> str:
     """Why a step cannot run whose loss has gradients by weights that are not those of its call."""
     return (
-        f"the loss of {step} depends on weights otherwise than through {called} ({name}), such as by a penalty "
-        "on self.parameters(), or by weights of its terms that are learned, or by a module that the step did not "
-        "call when its layers were found, such as the head of another task, and no rank of a pipeline has them "
-        "all: use the optimizer's weight_decay; let the layers return what the loss needs; or call all such "
+        f"the loss of {step} depends on weights in other ways than through {called} ({name}), such as by a "
+        "penalty on self.parameters(), or by weights of its terms that are learned, or by a module that the step "
+        "did not call when its layers were found, such as the head of another task, and no rank of a pipeline has "
+        "them all: use the optimizer's weight_decay; let the layers return what the loss needs; or call all such "
         "modules for each batch and choose among their results, as by torch.where"
     )
 

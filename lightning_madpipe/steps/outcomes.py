@@ -195,9 +195,9 @@ class Outcomes:
             self._say(
                 f"{step} changes {place} in place, which is {holder} of a layer, too: in a pipeline layers see "
                 "that after some micro-batches on the last stage, and after the batch on the others, and not when "
-                "the step of one process does. Change it in a hook, such as on_train_batch_end; behind "
-                f"{self._steps.call.called} also MadPipeStrategy(loss='batch') or num_micro_batches=1 does as one "
-                "process"
+                "the step of one process does. Change it in a hook, such as on_train_batch_end; after "
+                f"{self._steps.call.called} a run with MadPipeStrategy(loss='batch') or num_micro_batches=1 "
+                "also does as one process does"
             )
         return changes
 

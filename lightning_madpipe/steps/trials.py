@@ -158,7 +158,7 @@ def _compared(
     )
     if not fitting:
         return Finding(
-            why_not="its micro-batches count otherwise than by their samples or anything that was tried",
+            why_not="its micro-batches are weighted neither by their samples nor by anything else that was tried",
             relative_error=error,
         )
     best = best_of(fitting)

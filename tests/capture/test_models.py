@@ -682,7 +682,7 @@ def test_blocks_within_a_part_that_cannot_be_captured_are_layers():
     assert_same(model, layers, [one(padded(3, 7)), one(padded(2, 5))])
     assert layers.output(run_in_order(layers, padded(2, 5)))["scale"] == 1.0
     model.scale = 2.0
-    with pytest.raises(ShapeError, match="returns something else beside tensors for this batch"):
+    with pytest.raises(ShapeError, match="returns other values beside tensors for this batch"):
         run_in_order(layers, padded(2, 5))
 
 

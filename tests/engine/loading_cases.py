@@ -303,7 +303,9 @@ def a_checkpoint_without_an_optimizer(folder: Path) -> None:
     fresh, _ = begin(kind, LAYOUTS["one stage"])
     with heard() as sentences:
         engine.load_checkpoint(str(folder / "untrained"), load_lr_scheduler_states=False)
-    assert sentences == ["the checkpoint has no state of an optimizer: this run's begins anew"]
+    assert sentences == [
+        "the checkpoint has no state of an optimizer: the optimizer of this run begins without one"
+    ]
     assert train(engine, data_of(kind)) == train(fresh, data_of(kind))
 
 

@@ -611,7 +611,7 @@ def unfrozen_and_fitted_again(host: cases.Host) -> dict[str, Any]:
             records[f"predict {number}"] = outputs[0].tolist()
     anew = [line for line in said.lines if "other weights train now" in line]
     if not isinstance(trainer.strategy, SingleDeviceStrategy) and trainer.is_global_zero:
-        assert len(anew) == 2 and all("are measured and planned anew" in line for line in anew), anew
+        assert len(anew) == 2 and all("are measured and planned again" in line for line in anew), anew
     return records
 
 

@@ -280,7 +280,7 @@ DIFFERENT: dict[str, tuple[Callable[..., Any], Callable[[Any], list[Any]], str]]
         "calls detach between layer 0 (Linear) and layer 1 (Linear), which changes gradients",
     ),
     "reversed gradients": (lambda m, x: m.c(reverse(m.b(m.a(x)))), names("a b c"), "which changes gradients"),
-    "a hook on the way": (watched, names("a b c"), "hangs a hook on the gradient between layer 0"),
+    "a hook on the way": (watched, names("a b c"), "registers a hook on the gradient between layer 0"),
     "no gradients": (without_gradients, names("a b c"), "calls layer 0 (Linear) without gradients"),
     "gradients of a weight": (
         straight_through,

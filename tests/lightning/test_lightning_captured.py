@@ -36,7 +36,7 @@ def test_dropout_draws_from_the_seed(two: Records) -> None:
             "Where this chooses a part of the model, such as the head of a task, let forward run all",
         ),
         ("Branching", "captured_cases.py:"),
-        ("Branching", "Nor can it be cut between its elements: the model's code uses what an element returned"),
+        ("Branching", "Nor can it be cut between its elements: the model's code uses the output of an element"),
         ("BranchingInside", "has 1 pipeline layer for 2 stages (net (Bounded) stays whole: its code decides by"),
         ("BranchingInside", "captured_cases.py:"),
         ("BranchingInside", "changes a buffer, and would change it twice"),

@@ -179,7 +179,7 @@ def test_a_plan_for_another_order_is_run_in_this_one_if_it_has_room(two: Records
     assert_same(record["record"], record["alone"])
     assert len(record["said"]) == 1
     assert "all 4 of a batch need" in record["tight"] and "loss='mean'" in record["tight"]
-    assert "loss is 'sum': it is one of 'auto', 'mean', 'batch'" in record["unknown"]
+    assert "loss is 'sum': it must be one of 'auto', 'mean', 'batch'" in record["unknown"]
 
 
 @pytest.mark.parametrize("case", ["padded", "contrastive", "changing"])

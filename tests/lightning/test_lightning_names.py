@@ -60,7 +60,10 @@ def test_layers_that_forward_does_not_run_so_are_refused_on_every_rank(two: Reco
         "(Block) and layer 6 (Linear): list torch.tanh there"
     )
     [unchecked] = said["left out, unchecked"]
-    assert "check_layers=False: nobody compares the layers with forward(), nor names layers that mix" in unchecked
+    assert (
+        "check_layers=False: the layers are not compared with forward(), and no line names layers that mix"
+        in unchecked
+    )
     assert "forward() calls softmax after layer 7 (Linear)" in said["in evaluation"]
     assert "self.encoder (Sequential) has a forward hook (Contained.collect)" in said["hook on a container"]
     assert "self.net.1 is a SyncBatchNorm" in said["synchronized"]
@@ -324,17 +327,17 @@ def test_parameters_of_an_optimizer_that_are_read_one_by_one_are_not_told(two: R
         ("EvaluatedTwice", "optimizer_step evaluates its closure a second time for a batch"),
         ("WithLBFGS", "a pipeline works with a torch optimizer whose step needs no closure"),
         ("LearnedWeights", "LearnedWeights has parameters outside its pipeline layers (weights; 1 in all)"),
-        ("LearnedWeightsOfFound", "depends on weights otherwise than through self() (weights), such as"),
+        ("LearnedWeightsOfFound", "depends on weights in other ways than through self() (weights), such as"),
         ("LearnedWeightsOfFound", "or by weights of its terms that are learned"),
         ("RateInStep", "training_step changes 'lr' of parameter group 0 of the optimizer (it was 0.3)"),
         ("RateBeforeForward", "training_step changes 'lr' of parameter group 0 of the optimizer (it was 0.3)"),
-        ("ClampedInStep", "training_step uses embed.weight otherwise than by its call of self.forward()"),
+        ("ClampedInStep", "training_step uses embed.weight other than by its call of self.forward()"),
         ("HeadClamped", "training_step changes head.weight in place, and in a pipeline it has the"),
         ("HeadClamped measured", "training_step changes head.weight in place, and in a pipeline it has the"),
-        ("NormInStep", "training_step uses embed.weight otherwise than by its call of self.forward()"),
-        ("NormInEvaluation", "validation_step uses embed.weight otherwise than by its call of self.forward()"),
-        ("NormBeforeForward", "training_step uses embed.weight otherwise than by its call of self.forward()"),
-        ("StateInStep", "training_step uses embed.weight otherwise than by its call of self.forward()"),
+        ("NormInStep", "training_step uses embed.weight other than by its call of self.forward()"),
+        ("NormInEvaluation", "validation_step uses embed.weight other than by its call of self.forward()"),
+        ("NormBeforeForward", "training_step uses embed.weight other than by its call of self.forward()"),
+        ("StateInStep", "training_step uses embed.weight other than by its call of self.forward()"),
         (
             "StoppingAlone",
             "rank 0 has left the loop over the batches of epoch 0 after 2 of them; trainer.",

@@ -344,10 +344,10 @@ def test_a_rank_trains_its_own_layers(two: Records) -> None:
             "tied max_norm",
             "self.embed (Embedding) has max_norm=1, by which it changes its weight whenever it runs",
         ),
-        ("penalty", "training_step uses embed.weight otherwise than by its call of self.forward()"),
+        ("penalty", "training_step uses embed.weight other than by its call of self.forward()"),
         (
             "penalty on a layer",
-            "training_step uses embed.weight otherwise than by its call of self.forward()",
+            "training_step uses embed.weight other than by its call of self.forward()",
         ),
         ("penalty on parts", "forward(), uses parts of self.net"),
         ("forward in a hook", "self.forward() is called outside a step"),

@@ -197,7 +197,10 @@ def test_what_is_not_planned_is_refused_in_a_sentence() -> None:
         ({"data_parallel": 1, "zero_stage": 1}, "zero_stage=1 is not planned for one"),
         ({"recompute": "micro-batch"}, "recompute='micro-batch' is not planned for one"),
         ({"algorithm": "madpipe-paper"}, "counts three times the weights alone"),
-        ({"weight_versions": "3bw"}, "weight_versions is '3bw': it is one of flush, stashing, 2bw, vertical-sync"),
+        (
+            {"weight_versions": "3bw"},
+            "weight_versions is '3bw': it must be one of flush, stashing, 2bw, vertical-sync",
+        ),
     ):
         with pytest.raises(ValueError, match=sentence.replace("(", r"\(")):
             make_plan(made, platform, **{"weight_versions": "2bw", **what})

@@ -109,7 +109,7 @@ def test_compare_where_nothing_fits(chain, capsys):
     [
         (["--algorithm", "best"], "unknown algorithm 'best'"),
         (["--micro-batches", "100000"], "from 1 to 10000"),
-        (["--time-limit", "0"], "time_limit_seconds is 0.0: it is more than 0"),
+        (["--time-limit", "0"], "time_limit_seconds is 0.0: it must be more than 0"),
     ],
 )
 def test_an_error_in_the_problem_is_no_row(chain, capsys, options, message):
@@ -455,7 +455,7 @@ def test_profile_with_the_statistics_of_mcap(tmp_path, capsys, monkeypatch):
     assert Plan.load(tmp_path / "plan.json").boundaries == [0, 1, 3], "200 and 500; not 600 and 300"
     capsys.readouterr()
     assert cli.run([*arguments, "--config", str(config)]) == 2
-    assert "--config has an effect with --mcap alone" in capsys.readouterr().err
+    assert "--config has an effect only with --mcap" in capsys.readouterr().err
     config.write_text("[1]")
     assert cli.run([*arguments, "--mcap", "--config", str(config)]) == 2
-    assert "is no JSON object" in capsys.readouterr().err
+    assert "is not a JSON object" in capsys.readouterr().err

@@ -86,7 +86,7 @@ def test_command_line(tmp_path) -> None:
     arguments += ["--algorithm", "contiguous"]
     result = CliRunner().invoke(cli, arguments)
     assert result.exit_code == 0
-    assert "slower" in result.output.splitlines()[-1] or "Nothing is saved" in result.output.splitlines()[-1]
+    assert "slower" in result.output.splitlines()[-1] or "No plan saves memory" in result.output.splitlines()[-1]
     result = CliRunner().invoke(cli, [*arguments, "--json", "--memory", "3kB"])
     points = json.loads(result.stdout)["points"]
     assert points[0]["slowdown"] == 0 and all(point["memory_bytes"] <= 3000 for point in points)

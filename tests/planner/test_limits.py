@@ -18,7 +18,7 @@ LAYER = LayerProfile(name="a", forward_seconds=1, backward_seconds=1, weight_byt
         ("layers", 5, "layers is 5, not a sequence of LayerProfile"),
         ("layers", [], "at least one layer"),
         ("micro_batch_size", True, "micro_batch_size is True, not a whole number"),
-        ("micro_batch_size", 0, "micro_batch_size is 0: it is a whole number from 1"),
+        ("micro_batch_size", 0, "micro_batch_size is 0: it must be a whole number from 1"),
         ("micro_batch_size", "8", "micro_batch_size is '8'"),
         ("hardware", 3, "hardware is 3, not a string"),
         ("name", None, "the name of a chain is a string"),
@@ -49,7 +49,7 @@ def test_more_than_any_device_has(algorithm, num_micro_batches):
     largest = 2**53
     made = chain([1, 1], [1, 1], weights=[largest] * 2, outputs=[largest, 0], stash=[largest] * 2)
     platform = Platform(num_devices=2, memory_bytes=100, bandwidth=1e12, weight_copies=1e6, comm_buffers=1000)
-    with pytest.raises(InfeasibleError, match="nor into any device there may be") as raised:
+    with pytest.raises(InfeasibleError, match="nor into the largest memory that a device may have here") as raised:
         make_plan(made, platform, algorithm, num_micro_batches=num_micro_batches)
     assert raised.value.smallest_memory_bytes is None
 

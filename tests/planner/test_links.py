@@ -233,8 +233,8 @@ def test_files_without_the_fields_are_as_they_were():
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
-        ("duplex", "both", "it is half or full"),
-        ("port_bandwidth", 0, "it is more than 0"),
+        ("duplex", "both", "it must be half or full"),
+        ("port_bandwidth", 0, "it must be more than 0"),
         ("port_bandwidth", True, "not a finite number"),
         ("devices_per_port", 2, "give port_bandwidth, too"),
         ("devices_per_port", 0, "whole number"),

@@ -259,6 +259,6 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     told = capsys.readouterr().out
     assert "2 fast of 400 B and 2 device of 300 B at 0.5 times the speed" in " ".join(told.split())
     assert run(["plan", *asked, "--devices", "3"]) == 2
-    assert "--devices goes without --machines" in capsys.readouterr().err
+    assert "--devices cannot be used with --machines" in capsys.readouterr().err
     assert run(["plan", chain, "--devices", "3", "--memory", "1GB"]) == 2
     assert "Missing option '--bandwidth', or --machines" in capsys.readouterr().err

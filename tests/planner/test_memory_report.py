@@ -68,7 +68,7 @@ def test_behind_the_backwards_no_micro_batch_is_there():
     plan = make_plan(layers, ROOMY, [0, 2, 4], num_micro_batches=3)
     peak = explain_memory(plan, layers)[0]
     assert (peak.seconds, peak.use.transient, peak.use.stash) == (None, 500, 0)
-    assert peak.when.startswith("behind the last backward of a step")
+    assert peak.when.startswith("after the last backward of a step")
 
 
 def test_show_tells_what_the_peaks_consist_of(tmp_path, capsys):

@@ -165,7 +165,7 @@ def test_more_buffers_for_a_plan_that_decides_by_micro_batch():
     ("cost", "words"),
     [
         ({"operation_seconds": -1.0}, "operation_seconds is -1.0: seconds are finite, from 0 to 1e+09"),
-        ({"copy_bandwidth": 0}, "copy_bandwidth is 0 bytes per second: it is more than 0"),
+        ({"copy_bandwidth": 0}, "copy_bandwidth is 0 bytes per second: it must be more than 0"),
         ({"copy_bandwidth": "fast"}, "copy_bandwidth is 'fast', not a finite number"),
     ],
 )

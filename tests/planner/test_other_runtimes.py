@@ -121,7 +121,7 @@ def test_interleaved_stages_are_those_of_virtual_pipelines() -> None:
 @pytest.mark.parametrize(
     ("kinds", "cuts", "sentence"),
     [
-        (["Block"] * 6 + ["Linear"], "0,3,7", "layer 0 is a Block like those behind it"),
+        (["Block"] * 6 + ["Linear"], "0,3,7", "layer 0 is a Block like those after it"),
         (["Embedding", "Block", "Block", "Pool", "Block", "Linear"], "0,3,6", "are no embedding, one run of"),
         (["Conv2d", "ReLU", "Linear"], "0,1,3", "are no embedding, one run of"),
         (["Embedding", "Dropout", "Block", "Block", "Linear"], "0,1,5", "the plan cuts them at 1"),

@@ -74,7 +74,7 @@ def test_tables_say_of_steps_what_is_proved_of_steps():
     text = draw.comparison_text(steps, 200)
     assert text.count("yes") == 1 and "lower bound of the step" in text
     of_partitions = rows[1]["step_lower_bound_seconds"] != steps.to_dict()["step_lower_bound_seconds"]
-    assert ("that of contiguous is above one of partitions alone" in text) == of_partitions
+    assert ("that of contiguous is above the lower bound of contiguous partitions" in text) == of_partitions
     for row in rows:
         line = next(line for line in text.splitlines() if row["algorithm"] in line)
         # algorithm, step, its unit, its gap

@@ -365,7 +365,7 @@ def test_commands_take_it(tmp_path):
 
 def test_what_is_refused():
     layers, platform = deep(4), Platform(num_devices=2, memory_bytes=10**6, bandwidth=1e9)
-    with pytest.raises(ValueError, match="recompute is 'always': it is one of auto, never, stage, block"):
+    with pytest.raises(ValueError, match="recompute is 'always': it must be one of auto, never, stage, block"):
         make_plan(layers, platform, recompute="always")
     with pytest.raises(ValueError, match="use activation_checkpoint_interval, or leave recompute out"):
         make_plan(layers, platform, recompute="stage", num_stages=2, num_micro_batches=4)

@@ -135,7 +135,7 @@ def test_faster_worker_and_unlike_stages() -> None:
 
 
 def test_refuses_what_is_no_worker() -> None:
-    with pytest.raises(ValueError, match=r"w_compute\(0, 0, 'F'\) is -1: it is the number of a worker"):
+    with pytest.raises(ValueError, match=r"w_compute\(0, 0, 'F'\) is -1: it must be the number of a worker"):
         simulate(Scheme(lambda s, b, d: -1, lambda s, b: 0), FOUR, 1)
     with pytest.raises(ValueError, match="0 stages and 1 micro-batches"):
         simulate(gpipe(), [], 1)

@@ -306,7 +306,7 @@ def test_random_patterns_with_halves():
     [
         ({"num_micro_batches": None, "period_seconds": 9.0}, "leave period_seconds out"),
         ({"num_stages": 2}, "DeepSpeed's own engine runs whole backwards"),
-        ({"split_backward": 1}, "split_backward is 1: it is True or False"),
+        ({"split_backward": 1}, "split_backward is 1: it must be True or False"),
     ],
 )
 def test_what_is_not_planned_so_is_refused(more, message):

@@ -69,7 +69,7 @@ def test_options_read_what_people_write():
     [
         ({"memroy": "16GB"}, "unknown madpipe option memroy: known are memory, bandwidth"),
         ({"memory": "lots"}, "'memory': 'lots' is not a size"),
-        ({"memory": 0}, "'memory': it is more than 0"),
+        ({"memory": 0}, "'memory': it must be more than 0"),
         ({"warmup_steps": -1}, "'warmup_steps': -1"),
         ({"warmup_steps": True}, "'warmup_steps': True"),
         ({"plan": 3}, "'plan' is 3, not a path"),

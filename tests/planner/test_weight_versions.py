@@ -195,7 +195,7 @@ def test_modes() -> None:
     for mode in ("flush", *ASYNCHRONOUS):
         assert checked_mode(mode) == mode
     for bad in ("2BW", None, 2):
-        with pytest.raises(ValueError, match="it is one of flush, stashing, 2bw, vertical-sync"):
+        with pytest.raises(ValueError, match="it must be one of flush, stashing, 2bw, vertical-sync"):
             checked_mode(bad)
 
 

@@ -78,9 +78,9 @@ def test_each_split_keeps_its_own_share():
 
 @pytest.mark.parametrize("stage", [2, 3, -1, True, "1", 1.0])
 def test_other_stages_are_refused(stage):
-    with pytest.raises(ValueError, match="it is 0 or 1; stages 2 and 3 cut up"):
+    with pytest.raises(ValueError, match="it must be 0 or 1; stages 2 and 3 divide"):
         make_plan(chain([1], [1]), replace(EIGHT, num_devices=1), zero_stage=stage)
-    with pytest.raises(ValueError, match="it is 0 or 1"):
+    with pytest.raises(ValueError, match="it must be 0 or 1"):
         compare(chain([1], [1]), replace(EIGHT, num_devices=1), zero_stage=stage)
 
 

@@ -118,7 +118,7 @@ def test_threads_are_those_asked_for_while_it_runs(models):
         ("user_models:missing", "user_models has no 'missing'"),
         ("user_models:Family.missing", "user_models has no 'Family.missing'"),
         ("user_models:number", "'number' is a int, not a function"),
-        ("user_models:two", r"takes \(a, b\): it takes the micro-batch size as its only argument, or nothing"),
+        ("user_models:two", r"takes \(a, b\): it must take the micro-batch size as its only argument, or nothing"),
         ("user_models:fails", "failed: KeyError: 'no"),
         ("user_models:leaves", "failed: SystemExit: bye"),
         ("user_models:single", r"returned a list: it returns \(layers, sample\), \(layers, sample, loss_fn\) or"),

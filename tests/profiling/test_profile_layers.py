@@ -363,12 +363,14 @@ def test_an_output_that_cannot_be_handed_on(output):
 
 @pytest.mark.parametrize("sample", [None, 3, "text", {"x": X}, (X, "labels"), ()])
 def test_a_sample_that_is_no_tensor(sample):
-    with pytest.raises(ValueError, match=r"inputs of the sample are .*: they are a tensor or a tuple of tensors"):
+    with pytest.raises(
+        ValueError, match=r"inputs of the sample are .*: they must be a tensor or a tuple of tensors"
+    ):
         profile_chain([nn.Linear(8, 8)], sample, **QUICK)
 
 
 def test_a_sample_without_labels_for_the_loss():
-    with pytest.raises(ValueError, match=r"with a loss_fn it is a pair \(inputs, labels\)"):
+    with pytest.raises(ValueError, match=r"with a loss_fn it must be a pair \(inputs, labels\)"):
         profile_chain([nn.Linear(8, 8)], X, loss_fn=nn.functional.mse_loss, **QUICK)
 
 

@@ -147,5 +147,5 @@ def test_gradients_exist_when_the_backward_is_timed():
 @pytest.mark.parametrize("how", [{"repeats": 0}, {"warm_up": 0}, {"repeats": 2.5}, {"repeats": True}])
 def test_bad_numbers_of_runs(how):
     (key,) = how
-    with pytest.raises(ValueError, match=f"{key} is .*: it is a whole number of at least 1"):
+    with pytest.raises(ValueError, match=f"{key} is .*: it must be a whole number of at least 1"):
         profile_chain([nn.Linear(8, 8)], torch.zeros(5, 8), device="cpu", **how)

@@ -313,7 +313,7 @@ def read_list(folder: Path) -> Listed | None:
         if not isinstance(checksums, dict) or checksums.keys() != sizes.keys():
             raise damaged
         if data.get("crc32_of_this") != _checksum_of(data):
-            raise PlanFormatError(f"{path}: damaged, for its checksum is another one; take another checkpoint")
+            raise PlanFormatError(f"{path}: damaged, because its checksum differs; take another checkpoint")
     return Listed(sizes, checksums)
 
 

@@ -378,7 +378,7 @@ class ResumingEngine(MovingEngine):
         """What this rank's optimizer needs, or the first rank's error on all of them."""
         states = raised_together(lambda: saved.states_for(self.optimizer, self.module))
         announce(
-            "the checkpoint has no state of an optimizer: this run's begins anew"
+            "the checkpoint has no state of an optimizer: the optimizer of this run begins without one"
             if saved.optimizer is None
             else f"the checkpoint has the optimizer's state of {saved.layout['num_ranks']} stages on "
             f"{saved.layout['num_replicas']} pipelines, for other tensors than are trained here: it is loaded by "

@@ -67,7 +67,7 @@ class Buffers:
                     elif buffer._version != versions[id(buffer)]:
                         warn_here(
                             f"the step that was given up has changed the buffer {name}.{key}, which no step had "
-                            "changed before: it stays so"
+                            "changed before: the buffer keeps that change"
                         )
 
         return restore

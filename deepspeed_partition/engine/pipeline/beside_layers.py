@@ -232,8 +232,8 @@ class SharedThings:
         warn_once(
             f"handed over/{self._in_words(givers)}/{self._in_words(others)}",
             f"{self._in_words(givers)}, in stage {stage}, changes {written} while it runs, which "
-            f"{self._in_words(others)} can reach, too, in other stages: what is left there for them is not there, "
-            f"or is that of another micro-batch. If they compute with it, {HAND_IT_ON}. For a cache, or a counter "
+            f"{self._in_words(others)} can reach, too, in other stages: they find nothing there, or the value of "
+            f"another micro-batch. If they compute with it, {HAND_IT_ON}. For a cache, or a counter "
             "that no output depends on, nothing differs",
         )
 

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from deepspeed_partition.engine.engine import MadPipeEngine
 
 CLIPS_BY_ALL = (
-    "weight_versions '2bw' clips by the norm of all stages, as a step that drains: updates come later for it, and "
-    "a rank has gradients of two batches meanwhile, one more than planned"
+    "weight_versions '2bw' clips by the norm of all stages, as a step that drains does, so updates come later and "
+    "a rank keeps the gradients of two batches, one more than planned"
 )
 CLIPS_BY_OWN = (
-    "weight_versions {mode!r} clips by the norm of each rank's own gradients, for that of all would let stages "
-    "wait for one another: training then depends on the cut; '2bw' clips by the norm of all"
+    "weight_versions {mode!r} clips by the norm of each rank's own gradients, because the norm of all would make "
+    "stages wait for one another: training then depends on the cut; '2bw' clips by the norm of all"
 )
 
 UNCOMPARED = (

@@ -117,7 +117,7 @@ class GradientNorms:
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(
                 f"the total norm of order {order} of the gradients is {float(total)}, so they cannot be clipped: "
-                "error_if_nonfinite=False scales them by it all the same"
+                "error_if_nonfinite=False scales them by it nevertheless"
             )
         return total.to(given[0].device) if given else total
 

@@ -73,7 +73,7 @@ def check_method_name(method: object) -> None:
     if method is None or asks_for_plan(method):
         return
     if not isinstance(method, str) or not method.strip().lower().startswith(("parameters", "uniform", "type:")):
-        raise ValueError(f"pipeline.partition_method is {method!r}: it is {KNOWN_METHODS}")
+        raise ValueError(f"pipeline.partition_method is {method!r}: it must be {KNOWN_METHODS}")
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
@@ -368,7 +368,7 @@ def partition_layers(
         place_layers(module, Allocation.contiguous(check_boundaries(method, num_layers, num_stages)))
         module.madpipe_cut = Cut("boundaries")
     else:
-        raise ValueError(f"partition_method is {method!r}: it is {KNOWN_METHODS}")
+        raise ValueError(f"partition_method is {method!r}: it must be {KNOWN_METHODS}")
 
 
 class PipelineModule(deepspeed.pipe.PipelineModule):

@@ -13,7 +13,7 @@ import torch
 from deepspeed_partition.engine.runtime.environment import warn_here
 
 OLD_WEIGHTS = (
-    "{what} is read while the pipeline goes on beneath the calls of train_batch (weight_versions {mode!r}): the "
+    "{what} is read while the pipeline runs on between the calls of train_batch (weight_versions {mode!r}): the "
     "updates of the last batches are not all done, and stages have weights of different updates. Call "
     "engine.come_to_rest() on every rank before; this is said once"
 )

@@ -33,8 +33,8 @@ DRAWN = (
 )
 HOOKS_OF_A_PART = (
     "{names} of the optimizer ({kind}) runs on each rank with the parameters of its own stages: a norm, a sum or "
-    "a decision over several of them is that of a part, another one on each rank{norms}. What is done to each "
-    "parameter by itself is as in one process. Else bring the ranks' parts together, as by "
+    "a decision over several of them covers one part only, and differs from rank to rank{norms}. What is done to "
+    "each parameter by itself is as in one process. Else bring the ranks' parts together, as by "
     "torch.distributed.all_reduce"
 )
 NORMS_OF_ALL = "; torch.nn.utils.clip_grad_norm_ alone counts all ranks there"
@@ -42,8 +42,9 @@ NORMS_OF_ALL = "; torch.nn.utils.clip_grad_norm_ alone counts all ranks there"
 
 SCHEDULE_OF_A_PART = (
     "the schedule of learning rates ({kind}) reads values of parameters, and each rank of the pipeline has those "
-    "of its own stages: rates that it computes from several of them are those of a part, other ones on each rank. "
-    "Bring the ranks' parts together, as by torch.distributed.all_reduce, or let rates depend on the steps alone"
+    "of its own stages: a rate that it computes from several of them covers one part only, and differs from rank "
+    "to rank. Bring the ranks' parts together, as by torch.distributed.all_reduce, or let rates depend on the "
+    "steps alone"
 )
 NUM_WATCHED = 3
 """Steps of a schedule that are watched."""

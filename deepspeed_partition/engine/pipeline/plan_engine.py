@@ -739,8 +739,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
             del state.halves[slot]
             warn_once(
                 f"halves/{stage}",
-                f"stage {stage} runs its backwards undivided, when their first half is due, for they cannot be "
-                f"divided: {why_not}",
+                f"stage {stage} runs its backwards undivided, when their first half is due, because they cannot "
+                f"be divided: {why_not}",
             )
             with self._in_own_backward(gives_weights=True, is_last=is_last):
                 halves.whole(roots, gradients)

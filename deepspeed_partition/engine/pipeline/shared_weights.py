@@ -149,14 +149,14 @@ def _what_functions_share(specs: Sequence[Any], owners: dict[nn.Parameter, int])
             if len(found) == 1:
                 return (
                     f"layer {layer} is a function that uses a {type(used).__name__} with weights of layer "
-                    f"{found[0]}, and on two stages it would use a copy that nobody trains: {WAY_OUT}"
+                    f"{found[0]}, and on two stages it would use a copy that is never trained: {WAY_OUT}"
                 )
             if _trainable(_parameters(used)):
                 whose = f"weights of the layers {listed(found)}" if found else "weights that no layer has"
                 announce(
                     f"layer {layer} is a function that holds a {type(used).__name__} with {whose}: if it uses "
-                    "them, make it a module or a TiedLayerSpec with a forward_fn, for a function's weights are "
-                    "trained by no optimizer and do not move",
+                    "them, make it a module or a TiedLayerSpec with a forward_fn, because a function's weights "
+                    "are trained by no optimizer and do not move",
                     logging.WARNING,
                 )
     return ""

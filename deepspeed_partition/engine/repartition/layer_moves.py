@@ -360,7 +360,7 @@ def begin_anew_if_changed(module: PipelineModule) -> None:
         announce(
             f"other weights train now than in the run before, {sum(trainable):,} parameters in all: its cut "
             f"{allocation_in_words(present)} is given up, and the layers, now cut at "
-            f"{allocation_in_words(allocation)}, are measured and planned anew"
+            f"{allocation_in_words(allocation)}, are measured and planned again"
         )
 
 

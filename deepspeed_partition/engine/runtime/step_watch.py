@@ -125,8 +125,8 @@ class StepWatch:
         )
         return (
             f"steps take {format_seconds(median)} and were planned to take {format_seconds(plan.step_seconds)}"
-            f"{computing}. The plan is for other times than these: let a run make one on this machine with "
-            "nothing beside it; save_timeline shows where the time goes"
+            f"{computing}. The plan was made from other times than these: let a run make a new plan on this "
+            "machine while nothing else runs there; save_timeline shows where the time goes"
         )
 
     # Figures

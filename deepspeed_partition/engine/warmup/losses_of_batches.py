@@ -32,7 +32,7 @@ def take_losses_of_batches(engine: MadPipeEngine, flushes: tuple[int, ...]) -> N
     if engine.chain is not None:
         from deepspeed_partition.engine.warmup.run_plan import plan_for_flushes
 
-        announce("the plan was made for other orders and is made anew")
+        announce("the plan was made for other orders and is made again")
         engine.recut_to_plan_of_run(plan_for_flushes(engine))
         return
     lacking = why_no_room_for_flush(engine.plan, max(flushes))

@@ -28,7 +28,8 @@ def save_plan(engine: MadPipeEngine, plan: Plan, chain: Chain) -> None:
     folder = _folder_of_logs(engine)
     if given is None and folder is None:
         announce(
-            "the plan is not saved, for this run writes no logs: the option save_plan names a place", logging.DEBUG
+            "the plan is not saved, because this run writes no logs: the option save_plan names a place",
+            logging.DEBUG,
         )
         return
     path = Path(given) if given is not None else Path(folder or "") / NAME

@@ -46,7 +46,7 @@ def given_up_if_planned_otherwise(engine: MadPipeEngine, cut: Cut) -> Cut:
         return cut
     announce(
         f"this run has another {' and another '.join(changed)} than the run before: the cut of that, {words}, is "
-        "given up, and the layers are measured and planned anew"
+        "given up, and the layers are measured and planned again"
     )
     trial = Cut("trial")
     if present.is_contiguous:

@@ -103,7 +103,7 @@ def _plan(engine: MadPipeEngine, present: Plan, speeds: Sequence[float]) -> tupl
 def _why_not(engine: MadPipeEngine) -> str | None:
     """Why no plan can be made again here, alike on all ranks; None where one can. Collective."""
     if engine.chain is None or engine.plan is None:
-        return "this run has not measured its layers, for its plan was given or comes from a checkpoint"
+        return "this run has not measured its layers, because its plan was given or comes from a checkpoint"
     if engine.flushes is not None:
         return "the loss is that of a whole batch, which is planned for ranks that are alike"
     try:

@@ -443,8 +443,8 @@ def _plan(
     idle = _idle_stage(chain, engine.module.parts)
     if engine.global_steps and options.algorithm in FASTEST and engine.runs_lists and idle is not None:
         announce(
-            f"stage {idle} of the present cut {list(engine.module.parts)} has nothing to train any more, for its "
-            "layers were frozen meanwhile: the plan gives every rank some"
+            f"stage {idle} of the present cut {list(engine.module.parts)} has nothing to train now, because its "
+            "layers have been frozen since: the plan gives every rank some"
         )
     elif engine.global_steps and options.algorithm in FASTEST and engine.runs_lists:
         plan, gain = _unless_present_is_as_good(plan, lambda: make(plan.platform, engine.module.parts))

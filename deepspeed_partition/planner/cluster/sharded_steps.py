@@ -89,7 +89,7 @@ def sharded_step(
     if num_micro_batches % num_devices:
         raise ValueError(f"{num_devices} devices do not share {num_micro_batches} micro-batches evenly")
     if zero_stage not in STAGES:
-        raise ValueError(f"zero_stage is {zero_stage}: it is one of {', '.join(map(str, STAGES))}")
+        raise ValueError(f"zero_stage is {zero_stage}: it must be one of {', '.join(map(str, STAGES))}")
     if recomputes and not all(layer.recomputable for layer in chain.layers):
         raise ValueError("a layer must not run twice, so not all can be recomputed")
     count = num_micro_batches // num_devices

@@ -57,7 +57,7 @@ def solver_of(algorithm: str | Sequence[int] | Solver) -> Solver:
             return solver_of(_boundaries_in(text))
         raise ValueError(f"unknown algorithm {shown(algorithm)}: known are {', '.join(ALGORITHMS)}")
     if not isinstance(algorithm, Iterable) and not hasattr(algorithm, "solve"):
-        raise ValueError(f"algorithm is {shown(algorithm)}: it is one of {', '.join(ALGORITHMS)}")
+        raise ValueError(f"algorithm is {shown(algorithm)}: it must be one of {', '.join(ALGORITHMS)}")
     if isinstance(algorithm, Iterable):
         cuts = tuple(algorithm)
         name = ",".join(map(str, cuts))

@@ -72,11 +72,11 @@ def _check_period(problem: Problem, solver: Solver, period_seconds: float) -> No
             "a step that drains; leave one of them out"
         )
     if isinstance(period_seconds, bool) or not isinstance(period_seconds, int | float):
-        raise ValueError(f"period_seconds is {period_seconds!r}: it is a number")
+        raise ValueError(f"period_seconds is {period_seconds!r}: it must be a number")
     if not 0 < period_seconds <= LONGEST_PERIOD_SECONDS:
         raise ValueError(
-            f"period_seconds is {shown(str(period_seconds))}: it is more than 0, and {LONGEST_PERIOD_SECONDS:.0g} "
-            "at the most"
+            f"period_seconds is {shown(str(period_seconds))}: it must be more than 0 and at most "
+            f"{LONGEST_PERIOD_SECONDS:.0g}"
         )
     if problem.platform.port_bandwidth is not None:
         raise ValueError(

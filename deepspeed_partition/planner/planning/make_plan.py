@@ -216,7 +216,7 @@ def check_split(
 ) -> None:
     """Refuse halves of backwards where nothing is known of them, or where no such plan is known."""
     if not isinstance(split_backward, bool):
-        raise ValueError(f"split_backward is {shown(split_backward)}: it is True or False")
+        raise ValueError(f"split_backward is {shown(split_backward)}: it must be True or False")
     if not split_backward:
         return
     if all(layer.backward_input_seconds is None for layer in chain.layers):

@@ -72,9 +72,9 @@ def _check_counts(chain: Chain, platform: Platform, num_micro_batches: int | Non
         if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
             raise ValueError(f"{key} is {number!r}, not a whole number")
     if num_micro_batches is not None and not 1 <= num_micro_batches <= MOST_MICRO_BATCHES:
-        raise ValueError(f"num_micro_batches is {num_micro_batches}: it is from 1 to {MOST_MICRO_BATCHES}")
+        raise ValueError(f"num_micro_batches is {num_micro_batches}: it must be from 1 to {MOST_MICRO_BATCHES}")
     if num_stages is not None and not 1 <= num_stages <= platform.num_devices:
-        raise ValueError(f"num_stages is {num_stages}: it is from 1 to {platform.num_devices}, the devices")
+        raise ValueError(f"num_stages is {num_stages}: it must be from 1 to {platform.num_devices}, the devices")
     if num_stages is not None and num_stages > chain.num_layers:
         raise ValueError(
             f"{num_stages} stages need at least {num_stages} layers and the chain has {chain.num_layers}: "
@@ -105,11 +105,11 @@ def checked_flushes(
         return None
     sizes = tuple(flushes)
     if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
-        raise ValueError(f"flushes is {shown(flushes)}: it is the numbers of micro-batches of batches")
+        raise ValueError(f"flushes is {shown(flushes)}: it must be the numbers of micro-batches of batches")
     if sum(sizes) != num_micro_batches:
         raise ValueError(
             f"flushes is {shown(flushes)}, {sum(sizes)} micro-batches in all, and num_micro_batches is "
-            f"{num_micro_batches}: they are the same"
+            f"{num_micro_batches}: they must be the same"
         )
     if others:
         raise ValueError(
@@ -128,9 +128,9 @@ def time_limit(seconds: float | None) -> float:
     if seconds is None:
         return DEFAULT_TIME_LIMIT_SECONDS
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-        raise ValueError(f"time_limit_seconds is {seconds!r}: it is a number")
+        raise ValueError(f"time_limit_seconds is {seconds!r}: it must be a number")
     if not seconds > 0:
-        raise ValueError(f"time_limit_seconds is {seconds}: it is more than 0")
+        raise ValueError(f"time_limit_seconds is {seconds}: it must be more than 0")
     return seconds
 
 

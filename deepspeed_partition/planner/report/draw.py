@@ -101,7 +101,7 @@ def headline(plan: Plan) -> str:
         time, what = plan.step.step_seconds, "step"
         bound = plan.step.lower_bound_seconds or 0.0
     devices = "" if plan.is_contiguous else f" on devices {[stage.device for stage in plan.stages]}"
-    at_least = f", {format_seconds(bound)} at least in any way" if bound else ""
+    at_least = f", lower bound {format_seconds(bound)}" if bound else ""
     return (
         f"the plan ({printable(plan.algorithm)}) cuts {plan.chain.num_layers} layers at {plan.boundaries}{devices}"
         f": a {what} of {format_seconds(time)}{at_least}, at most {format_bytes(max(plan.peak_memory_bytes))} of "
@@ -421,7 +421,9 @@ def comparison_text(comparison: Comparison, width: int = WIDTH, *, colour: bool 
     steps = {each.algorithm: each.plan.step for each in comparison.fitting if each.plan is not None}
     contiguous = steps.get("contiguous")
     if of_step is not None and contiguous is not None and contiguous.lower_bound_seconds != of_step:
-        notes.append("gap: above the lower bound; that of contiguous is above one of partitions alone")
+        notes.append(
+            "gap: above the lower bound; that of contiguous is above the lower bound of contiguous partitions"
+        )
     if several:
         notes.append("memory: of the device that needs most; --json has all")
     notes.append(f"* {REPLICATED}: no plan; layers x replicas, and PipeDream's own count of their period")
@@ -661,11 +663,11 @@ def frontier_table(frontier: Frontier, *, with_cuts: bool = True) -> Table:
 def frontier_words(frontier: Frontier) -> str:
     """Sentence or two that sum up the table of a frontier."""
     bargain, first = frontier.bargain(), frontier.plans[0]
-    saved = "Nothing is saved for a few per cent of time."
+    saved = "No plan saves memory for a few per cent of time."
     if bargain is not None:
         saved_bytes = format_bytes(frontier.memory_bytes(first) - frontier.memory_bytes(bargain))
         saved = f"{frontier.slowdown(bargain):.1%} slower saves {saved_bytes} per device."
-    return saved + ("" if frontier.complete else " Less memory may do, too: the search was cut short.") + "\n"
+    return saved + ("" if frontier.complete else " Less memory may be enough: the search was cut short.") + "\n"
 
 
 def _sent(comparison: Comparison, contender: Contender) -> str:

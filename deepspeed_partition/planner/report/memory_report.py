@@ -128,7 +128,7 @@ class _Explanation:
             return "always: no stage is here"
         if seconds is None:
             return (
-                "behind the last backward of a step, where gradients are brought together and the optimizer steps"
+                "after the last backward of a step, where gradients are brought together and the optimizer steps"
             )
         running = [name for name, (runs, _) in self.moments.running.items() if runs[self.place]]
         what = " and ".join(self._in_words(name) for name in running) or "a tensor waits"

@@ -324,7 +324,7 @@ class _Simulation:
 
 def _checked(worker: object, where: str) -> int:
     if isinstance(worker, bool) or not isinstance(worker, int) or worker < 0:
-        raise ValueError(f"{where} is {worker!r}: it is the number of a worker, 0 or more")
+        raise ValueError(f"{where} is {worker!r}: it must be the number of a worker, 0 or more")
     return worker
 
 

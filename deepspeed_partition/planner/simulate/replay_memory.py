@@ -297,7 +297,7 @@ class Moments:
 
     @cached_property
     def at_peak(self) -> tuple[int | None, ...]:
-        """Places of instants of the peak, one for each set of terms; None: behind the last backward of a step."""
+        """Places of instants of the peak, one for each set of terms; None: after the last backward of a step."""
         total = self._terms.sum(axis=0)
         # Behind the last backward no micro-batch is there, and no tensor.
         drains = self.updates_behind is None

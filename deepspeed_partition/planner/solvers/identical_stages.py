@@ -47,10 +47,10 @@ def identical_stages_bound(
     """
     for name, count in (("stages", num_stages), ("slots", num_slots), ("micro-batches", num_micro_batches)):
         if count < 1:
-            raise ValueError(f"the number of {name} is {count}: it is at least 1")
+            raise ValueError(f"the number of {name} is {count}: it must be at least 1")
     for name, ticks in (("forward", forward), ("backward", backward)):
         if ticks < 0:
-            raise ValueError(f"the {name} takes {ticks}: it takes 0 or more")
+            raise ValueError(f"the {name} takes {ticks}: it must take 0 or more")
     m, turn = num_micro_batches, Fraction(forward) + Fraction(backward)
     bounds = []
     for before in range(num_stages):

@@ -51,9 +51,9 @@ class Level:
 
     def __post_init__(self) -> None:
         if isinstance(self.num_workers, bool) or not isinstance(self.num_workers, int) or self.num_workers < 1:
-            raise ValueError(f"num_workers is {self.num_workers!r}: it is a whole number of at least 1")
+            raise ValueError(f"num_workers is {self.num_workers!r}: it must be a whole number of at least 1")
         if not self.bandwidth > 0:
-            raise ValueError(f"bandwidth is {self.bandwidth!r}: it is more than 0 bytes per second")
+            raise ValueError(f"bandwidth is {self.bandwidth!r}: it must be more than 0 bytes per second")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,14 +86,14 @@ class PaperMadPipe:
     def __post_init__(self) -> None:
         for key in ("load_steps", "memory_steps", "delay_steps"):
             if not 2 <= getattr(self, key) <= MOST_STEPS:
-                raise ValueError(f"{key} is {getattr(self, key)}: it is from 2 to {MOST_STEPS}")
+                raise ValueError(f"{key} is {getattr(self, key)}: it must be from 2 to {MOST_STEPS}")
         num_values = self.load_steps * self.memory_steps * self.delay_steps
         if num_values > MOST_VALUES:
             raise ValueError(f"the grid has {num_values} values and may have {MOST_VALUES}: use fewer steps")
         if self.iterations < 1:
-            raise ValueError(f"iterations is {self.iterations}: it is at least 1")
+            raise ValueError(f"iterations is {self.iterations}: it must be at least 1")
         if self.rounding not in ("nearest", "up", "down"):
-            raise ValueError(f"rounding is {self.rounding!r}: it is nearest, up or down")
+            raise ValueError(f"rounding is {self.rounding!r}: it must be nearest, up or down")
 
     def solve(self, problem: Problem) -> Answer:
         if not problem.constraints.any_allocation or problem.num_micro_batches is not None:

@@ -60,7 +60,7 @@ class DeviceMemory:
     fixed: int
     """Bytes of weights and buffers, and of the process itself."""
     floor: int
-    """Bytes needed behind the last backward of a step."""
+    """Bytes needed after the last backward of a step."""
     room: int
     """Bytes for stashes and transients; negative where ``fixed`` or ``floor`` does not fit. Where versions of the
     weights come with micro-batches in flight, the part of one version that ``Road.stash`` has is in it, too."""

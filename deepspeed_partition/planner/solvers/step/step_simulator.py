@@ -221,7 +221,7 @@ class StepEngine:
         self.kept: list[int] = []
         """Bytes of each device for its weights, with all gradients, and for the process itself."""
         self.floor: list[int] = []
-        """Bytes of each device behind the last backward of a step."""
+        """Bytes of each device after the last backward of a step."""
         for here in self.stages_of:
             mine = [stages[stage] for stage in here]
             self.kept.append(table.training.of(mine) + table.fixed_bytes)
