@@ -16,6 +16,8 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 
+from deepspeed_partition.profiling.arrivals import wait_for_all
+
 SMALL_BYTES = 64
 LARGE_BYTES = 8 * 2**20
 WARM_UP = 3
@@ -27,6 +29,10 @@ FULL_BELOW = 1.4
 """How many times as long messages both ways may take as one way, if their directions do not share the link."""
 SHARED_FROM = 1.6
 """How many times as long messages over two links take as over one, if the links share a port."""
+BETWEEN_ALL = (
+    "each rank of a group measures its own links, so that all of them must call it; those of some ranks alone are "
+    "measured with group=torch.distributed.new_group(ranks, use_local_synchronization=True)"
+)
 
 _OTHERS: WeakKeyDictionary[dist.ProcessGroup, ReferenceType[dist.ProcessGroup]] = WeakKeyDictionary()
 """For each group that measured its links over several hosts, one with connections of its own. torch keeps both,
@@ -69,12 +75,14 @@ def measure_links(group: dist.ProcessGroup | None = None, device: torch.device |
 
     Raises:
         ValueError: there are no links: ``torch.distributed`` is not initialized, or the group has one rank.
+        RuntimeError: a rank has not called this for five minutes.
     """
     if not dist.is_initialized():
         raise ValueError("links are measured between ranks, and torch.distributed is not initialized")
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     if num_ranks < 2:
         raise ValueError("links are measured between ranks, and the group has only one")
+    wait_for_all("measure_links", BETWEEN_ALL, group)
     place = _message_device(group, device)
     slowest_bandwidth, longest_latency = float("inf"), 0.0
     for first in (0, 1):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
+from deepspeed_partition.profiling.arrivals import wait_for_all
 from deepspeed_partition.profiling.boundaries import Boundary, from_span, span, tensors_of
 from deepspeed_partition.profiling.measure import MeasuredLayer, measure_layers, run_layers
 from deepspeed_partition.profiling.run import Conditions
@@ -18,13 +16,10 @@ from deepspeed_partition.profiling.sources import LayerSource, said
 
 _Result = list[MeasuredLayer] | Exception
 
-logger = logging.getLogger("deepspeed_partition.profiling")
-
-SAID_AFTER_SECONDS = 5.0
-"""After so long a rank says for which others it waits."""
-ENDS_AFTER_SECONDS = 300.0
-"""After so long it waits no more."""
-LOOKS_EACH_SECONDS = 0.02
+SHARES = (
+    "the ranks of a group share the layers, so that each of them must call it; one alone measures all of them "
+    "with group=torch.distributed.new_group([{rank}], use_local_synchronization=True)"
+)
 
 
 def share_of(num_layers: int, rank: int, num_ranks: int) -> tuple[int, int]:
@@ -50,9 +45,9 @@ def measure_shared(
 
     Raises:
         ValueError, MemoryError: one rank met this error; it is raised on all ranks.
-        RuntimeError: another error on one rank, or a rank has not called this for ``ENDS_AFTER_SECONDS``.
+        RuntimeError: another error on one rank, or a rank has not called this for five minutes.
     """
-    _wait_for_all(group)
+    wait_for_all("profile_chain", SHARES.format(rank=dist.get_rank()), group)
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     start, stop = share_of(len(layers), rank, num_ranks)
     share = layers[start:stop]
@@ -74,33 +69,6 @@ def measure_shared(
         except Exception as error:
             result = error
     return _gather(result, num_ranks, group)
-
-
-def _wait_for_all(group: dist.ProcessGroup | None) -> None:
-    """Return when every rank of ``group`` has come here as often as this one; say for which ones it waits.
-
-    Raises:
-        RuntimeError: one has not come.
-    """
-    store, ranks = _get_default_store(), dist.get_process_group_ranks(group or dist.group.WORLD)
-    keys = {rank: f"madpipe/profile_chain/{'-'.join(map(str, ranks))}/{rank}" for rank in ranks}
-    mine = store.add(keys[dist.get_rank()], 1)
-    began, has_said = time.monotonic(), False
-    while missing := [rank for rank in ranks if store.add(keys[rank], 0) < mine]:
-        waited = time.monotonic() - began
-        named = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-        sentence = (
-            f"profile_chain has waited {waited:.0f} s on rank {dist.get_rank()} for {named}: the ranks of a group "
-            "share the layers, so that each of them must call it; one alone measures all of them with "
-            f"group=torch.distributed.new_group([{dist.get_rank()}], use_local_synchronization=True)"
-        )
-        if waited > ENDS_AFTER_SECONDS:
-            store.add(keys[dist.get_rank()], -1)
-            raise RuntimeError(sentence)
-        if waited > SAID_AFTER_SECONDS and not has_said:
-            has_said = True
-            logger.warning(sentence)
-        time.sleep(LOOKS_EACH_SECONDS)
 
 
 def _gather(mine: _Result, num_ranks: int, group: dist.ProcessGroup | None) -> list[MeasuredLayer]:

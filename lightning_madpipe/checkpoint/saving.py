@@ -19,6 +19,8 @@ from deepspeed_partition.engine.checkpoint import atomic_folders
 from deepspeed_partition.engine.checkpoint.checkpoint_engine import say_what_was_unpickled
 from deepspeed_partition.engine.checkpoint.unpickling import Reader
 from deepspeed_partition.engine.runtime.collectives import from_rank_0, refused_together
+from deepspeed_partition.engine.runtime.environment import log_here
+from deepspeed_partition.profiling.arrivals import wait_for_all
 from lightning_madpipe.checkpoint import checkpoint_folders
 from lightning_madpipe.checkpoint.weight_copies import COPIES
 from lightning_madpipe.compat.namespace import Lightning
@@ -31,6 +33,10 @@ if TYPE_CHECKING:
 else:
     DeepSpeedStrategy = object
 
+SAVED_BY_ALL = (
+    "each rank has a part of the model, so call trainer.save_checkpoint(path) on every rank, and not under a "
+    "condition such as `if trainer.is_global_zero` or in a function with @rank_zero_only: each file comes once"
+)
 MEETING_SECONDS = 20.0
 """How long a rank with an exception waits for the others before it gives up the checkpoint of it."""
 
@@ -118,6 +124,7 @@ class Checkpointing(DeepSpeedStrategy):
     def _dump_checkpoint(self, dump: Callable[..., Any], connector: Any, weights_only: bool | None = None) -> Any:
         if connector.trainer.interrupted:
             self._meet()
+        self._wait_for_all_to_save()
         self._rest_before_checkpoint()
         self._dumps_weights = bool(weights_only)
         try:
@@ -129,6 +136,21 @@ class Checkpointing(DeepSpeedStrategy):
             return state
         finally:
             self._dumps_weights = True
+
+    def _wait_for_all_to_save(self) -> None:
+        """Wait for the ranks that have a part of the model.
+
+        Raises:
+            MisconfigurationException: some rank did not come.
+        """
+        if self.world_size == 1:
+            return
+        engine = self.deepspeed_engine
+        wants_to_stop = getattr(engine, "wants_to_stop", None) or (lambda: False)
+        try:
+            wait_for_all("trainer.save_checkpoint()", SAVED_BY_ALL, say=log_here, is_asked_to_end=wants_to_stop)
+        except RuntimeError as error:
+            raise self._lightning.refusal(str(error)) from None
 
     def _meet(self) -> None:
         """Meet the other ranks after an exception: a checkpoint needs them all, so every rank must have met one.

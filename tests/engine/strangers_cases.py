@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import deepspeed
 import numpy
+import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
@@ -26,6 +27,7 @@ from deepspeed_partition.engine.pipeline.replaced_instructions import AT_THE_END
 from deepspeed_partition.engine.runtime import environment
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.planner.errors import PlanMismatchError
+from deepspeed_partition.profiling import arrivals
 from tests.engine import pipelines, plans
 from tests.engine.pipelines import WIDTH, WORDS, Block, halving, mlp, train_alone, two_groups
 from tests.engine.running import (
@@ -1304,7 +1306,27 @@ def what_an_optimizer_keeps_of_its_weights_goes_with_them(_: Path) -> None:
         same(train(engine, data[7:]), expected[7:])
 
 
+def a_checkpoint_on_one_rank(folder: Path) -> None:
+    """The rank that saves alone waited for ever for the others."""
+    engine, _, _ = start(mlp(), "madpipe", planned(cut()))
+    if engine.global_rank == 1:
+        with (
+            patch.object(arrivals, "SAID_AFTER_SECONDS", 0.05),
+            patch.object(arrivals, "ENDS_AFTER_SECONDS", 0.2),
+            said_here() as said,
+            pytest.raises(RuntimeError, match="on rank 1 for rank 0: each rank writes its layers, so call"),
+        ):
+            engine.save_checkpoint(str(folder))
+        [sentence] = said
+        assert sentence.startswith(
+            "engine.save_checkpoint() has waited 0 s on rank 1 for rank 0: each rank writes"
+        )
+    dist.barrier()
+    assert engine.save_checkpoint(str(folder))
+
+
 CASES = [
+    a_checkpoint_on_one_rank,
     a_tensor_that_is_returned_twice,
     what_an_optimizer_keeps_of_its_weights_goes_with_them,
     optimizers_that_see_a_part, schedules_that_see_a_part,

@@ -23,7 +23,8 @@ from pytorch_lightning.tuner import Tuner
 from torch import nn, optim
 from torch.optim import lr_scheduler as schedulers
 
-from lightning_madpipe.checkpoint import checkpoint_folders
+from deepspeed_partition.profiling import arrivals
+from lightning_madpipe.checkpoint import checkpoint_folders, saving
 from tests.lightning import checkpoint_cases
 from tests.lightning import lightning_cases as cases
 from tests.lightning.checkpoint_cases import Keeping
@@ -812,10 +813,42 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     ],
     4: checkpoint_cases.SAME_AS_SINGLE[4],
 }  # fmt: skip
+
+
+class SavesOnRankZero(pl.Callback):
+    """As others do it, twice, the second time after SIGTERM; and once as it is told."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.said: list[str] = []
+        self.refused: list[str] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        for seconds, asked in ((0.2, False), (100.0, True)):
+            if trainer.is_global_zero and trainer.global_step == 1:
+                with (
+                    patch.object(arrivals, "SAID_AFTER_SECONDS", 0.05),
+                    patch.object(arrivals, "ENDS_AFTER_SECONDS", seconds),
+                    patch.object(trainer.strategy.deepspeed_engine, "wants_to_stop", lambda: asked),  # noqa: B023
+                    patch.object(saving, "log_here", self.said.append),
+                ):
+                    self.refused.append(refused(lambda: trainer.save_checkpoint(self.path)))
+        trainer.strategy.barrier()
+        trainer.save_checkpoint(self.path)
+
+
+def saved_on_one_rank(host: cases.Host) -> dict[str, Any]:
+    path = host.folder / "on_one_rank"
+    callback = SavesOnRankZero(str(path))
+    strategy = {"algorithm": CUT}
+    host.trainer(callback, max_epochs=1, strategy=strategy).fit(cases.Classifier(), cases.loader(32))
+    return {"said": callback.said, "refused": callback.refused, "is_there": path.exists()}
+
+
 ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     2: [
         summary_of_specs, loss_scales, changed_settings, *checkpoint_cases.ONLY_PIPELINE[2], not_available,
-        weights_past_a_plugin, notes, averages_that_stay,
+        weights_past_a_plugin, notes, averages_that_stay, saved_on_one_rank,
     ],
     4: [],
 }  # fmt: skip

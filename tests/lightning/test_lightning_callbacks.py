@@ -307,6 +307,15 @@ def test_what_differs_is_said_once(two: Records) -> None:
     assert two.ranks[1]["notes"]["notes"] == two.ranks[1]["notes"]["mixed"] == []
 
 
+def test_a_checkpoint_on_one_rank_names_those_that_do_not_come(two: Records) -> None:
+    """It waited for ever, as does `if trainer.is_global_zero: trainer.save_checkpoint(path)` of one process."""
+    first, second = (rank["saved_on_one_rank"] for rank in two.ranks)
+    [said] = first["said"]
+    assert said.startswith("trainer.save_checkpoint() has waited 0 s on rank 0 for rank 1: each rank has a part")
+    assert len(first["refused"]) == 2 and all("on rank 0 for rank 1: each" in each for each in first["refused"])
+    assert first["is_there"] and second == {"said": [], "refused": [], "is_there": True}
+
+
 def test_a_rank_that_fails_alone_ends_the_job_without_a_checkpoint(tmp_path: Path) -> None:
     log = tmp_path / "log"
     code = run_ranks(HERE / "lonely_multiproc.py", [str(tmp_path)], 2, log, timeout_seconds=200)

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed_partition.profiling import (
+    arrivals,
     layer_profiles,
     links,
     measure_links,
     measure_operations,
     measure_stage,
     profile_chain,
-    sharing,
 )
 from deepspeed_partition.profiling.links import SMALL_BYTES, _another, _shared_seconds
 from tests.profiling.networks import networks
@@ -143,19 +143,26 @@ def of_a_subgroup() -> dict[str, Any]:
 def on_one_rank() -> dict[str, Any]:
     """The first rank calls it alone; then by the way out that it is told; then all together."""
     said: list[str] = []
-    sentence = own = None
+    sentence = of_links = own = None
     network = [nn.Linear(8, 8)], torch.zeros(5, 8)
     if dist.get_rank() == 0:
         with (
-            patch.object(sharing, "SAID_AFTER_SECONDS", 0.05),
-            patch.object(sharing, "ENDS_AFTER_SECONDS", 0.2),
-            patch.object(sharing.logger, "warning", said.append),
+            patch.object(arrivals, "SAID_AFTER_SECONDS", 0.05),
+            patch.object(arrivals, "ENDS_AFTER_SECONDS", 0.2),
+            patch.object(arrivals.logger, "warning", said.append),
         ):
             sentence = message_of(lambda: profile_chain(*network, **QUICK))
+            of_links = message_of(measure_links)
         alone = dist.new_group([0], use_local_synchronization=True)
         own = profile_chain(*network, group=alone, **QUICK).num_layers
     dist.barrier()
-    return {"said": said, "sentence": sentence, "own": own, "all": profile_chain(*network, **QUICK).num_layers}
+    return {
+        "said": said,
+        "sentence": sentence,
+        "of links": of_links,
+        "own": own,
+        "all": profile_chain(*network, **QUICK).num_layers,
+    }
 
 
 def at_a_busy_start() -> float:

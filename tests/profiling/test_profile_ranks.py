@@ -56,7 +56,10 @@ def test_all_have_the_same_chain_to_the_last_digit(report):
 def test_a_rank_that_profiles_alone_is_told_who_is_missing(report):
     """It waited for ever in its first message, and said nothing."""
     found = report["on one rank"]
-    assert len(found["said"]) == 1 and "on rank 0 for ranks 1, 2: the ranks of a group share" in found["said"][0]
+    said, of_links = found["said"]
+    assert "on rank 0 for ranks 1, 2: the ranks of a group share" in said
+    assert of_links.startswith("measure_links has waited 0 s on rank 0 for ranks 1, 2: each rank of a group")
+    assert "on rank 0 for ranks 1, 2: each rank of a group measures" in found["of links"]
     assert "on rank 0 for ranks 1, 2: the ranks of a group share the layers" in found["sentence"]
     assert "group=torch.distributed.new_group([0], use_local_synchronization=True)" in found["sentence"]
     assert found["own"] == found["all"] == 1

@@ -47,6 +47,7 @@ _WAITS_IN = (
     "torch/distributed/", "deepspeed/comm/", "threading.py", "contextlib.py", "engine/runtime/transfers.py",
     "engine/runtime/departures.py", "engine/runtime/receive_line.py",
     "engine/runtime/worker_thread.py", "engine/runtime/tracing.py", "engine/runtime/host_staging.py",
+    "profiling/arrivals.py",
 )  # fmt: skip
 _NOT_THE_USERS = (
     "/torch/", "/deepspeed/", "/deepspeed_partition/", "/lightning_madpipe/", "/pytorch_lightning/", "/lightning/",
