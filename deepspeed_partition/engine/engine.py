@@ -192,7 +192,7 @@ class MadPipeEngine(ResumingEngine):
         if self._writes_figures or self.options.replan == WHEN_SLOW:
             self.watch_steps()
         self._let_shapes_differ()
-        tell_how_gradients_are_clipped(self)
+        tell_how_gradients_are_clipped(self, is_compared=options is None)
         refuse_what_needs_all(self)
         if options is None:  # other hosts know what their optimizers have
             refuse_weights_of_nobody(self, weights)

@@ -65,8 +65,12 @@ def clip_by_global_norm(
     return norm
 
 
-def tell_how_gradients_are_clipped(engine: Any) -> None:
-    """Say how gradients are clipped where plain DeepSpeed, or the program, does otherwise: fp32, no ZeRO."""
+def tell_how_gradients_are_clipped(engine: Any, *, is_compared: bool) -> None:
+    """Say how gradients are clipped where plain DeepSpeed, or the program, does otherwise: fp32, no ZeRO.
+
+    Args:
+        is_compared: Whether what the program is used to is a pipeline of plain DeepSpeed.
+    """
     in_fp32_without_zero = engine.optimizer is not None and engine.optimizer is engine.basic_optimizer
     if not in_fp32_without_zero or engine.num_stages == 1 or not engine.gradient_clipping():
         return
@@ -77,6 +81,13 @@ def tell_how_gradients_are_clipped(engine: Any) -> None:
             "gradient_clipping is not set, so gradients are clipped to DeepSpeed's default, a norm of "
             f"{engine.gradient_clipping():g}, over all stages; plain DeepSpeed would take the norm of the first "
             "stage alone and train otherwise: set it to 0 to clip nothing, or to a number"
+        )
+    elif is_compared and "clipping of all" not in _told:
+        _told.add("clipping of all")
+        announce(
+            f"gradients are clipped to a norm of {engine.gradient_clipping():g} over all stages, as in one "
+            "process; plain DeepSpeed would take the norm of the first stage alone (fp32 without ZeRO), and its "
+            "losses can be others therefore"
         )
 
 

@@ -24,6 +24,7 @@ from deepspeed_partition.engine import MadPipeEngine, repairs
 from deepspeed_partition.engine.runtime.environment import logger
 from tests.engine.pipelines import WIDTH, mlp, train_alone, two_groups
 from tests.engine.running import adam, batches, cut, planned, raised, same, start, train
+from tests.engine.warm_up_cases import heard
 
 STOCK = {"module_class": deepspeed.PipelineModule, "start_engine": deepspeed.initialize}
 
@@ -51,7 +52,12 @@ def clipping(_: Path) -> None:
     stock, _, _ = start(mlp(), "uniform", config, **{**STOCK, "module_class": stock_cut(cut())})
     assert not isinstance(stock, MadPipeEngine)
     assert differ(train(stock, data), expected), "DeepSpeed's clipping is mended"
-    same(train(start(mlp(), cut(), config)[0], data), expected)
+    repairs._told.clear()
+    with heard() as sentences:
+        same(train(start(mlp(), cut(), config)[0], data), expected)
+        start(mlp(), cut(), config)
+    told = [each for each in sentences if "clipped to a norm of 0.05 over all stages, as in one process" in each]
+    assert len(told) == 1, sentences
 
 
 def clipping_of_deepspeeds_cuts(_: Path) -> None:
