@@ -41,7 +41,11 @@ from deepspeed_partition.engine.pipeline.module import (
     load_plan,
     why_deepspeeds_schedule,
 )
-from deepspeed_partition.engine.pipeline.old_weights import tell_reads_of_optimizer
+from deepspeed_partition.engine.pipeline.old_weights import (
+    WatchedLayers,
+    tell_reads_of_optimizer,
+    watch_state,
+)
 from deepspeed_partition.engine.pipeline.optimizers_in_parts import (
     StepOfUser,
     refuse_ranks_without_parameters,
@@ -148,6 +152,10 @@ class MadPipeEngine(ResumingEngine):
     steps_behind = 0
     """While ``before_optimizer_step`` runs: calls of ``train_batch`` that have ended since the one that gave the
     batch of the update."""
+    watches_reads = True
+    """Whether reads of weights, and of the optimizer's state, one by one are told of while a pipeline goes on that
+    never drains. A host that watches its users' code itself says False."""
+    _watched_layers: WatchedLayers | None = None
     runs_ahead = True
     """Whether the data of the next batch may be read before a call returns, where the pipeline never drains."""
     _endless: EndlessTraining | None = None
@@ -578,7 +586,7 @@ class MadPipeEngine(ResumingEngine):
         """
         if self._endless is not None:
             self._lockstep.check_that_it_goes_on()
-            self.module.has_old_weights = None
+            self._weights_are_read_no_more()
             self._endless.come_to_rest()
 
     def _begins_endless(self) -> bool:
@@ -655,7 +663,7 @@ class MadPipeEngine(ResumingEngine):
         before = BeforeStep(self) if self.runs_lists and not is_endless else None
         self._in_step, self._goes_on = True, is_endless
         if is_endless:
-            self.module.has_old_weights = None
+            self._weights_are_read_no_more()
         try:
             with self._planned_peak.step(self.plan if self.runs_lists and not is_endless else None, self.stage_id):
                 return super().train_batch(data_iter)
@@ -668,6 +676,16 @@ class MadPipeEngine(ResumingEngine):
             self._in_step = self._goes_on = False
             if self._endless is not None and self._endless.is_under_way and not self.module.has_told_old_weights:
                 self.module.has_old_weights = self.weight_versions
+                if self.watches_reads:
+                    watch_state(self)
+                    self._watched_layers = self._watched_layers or WatchedLayers(self.module)
+                    self._watched_layers.begin()
+
+    def _weights_are_read_no_more(self) -> None:
+        """Let what the engine itself does with weights, until the next call ends, be told to nobody."""
+        self.module.has_old_weights = None
+        if self._watched_layers is not None:
+            self._watched_layers.end()
 
     @property
     def _planned_peak(self) -> PlannedPeak:

@@ -41,4 +41,4 @@ def end_together_on_sigterm(trainer: Any, engine: MadPipeEngine, launcher: Any) 
     engine.wants_to_stop = lambda: asked and not connector.received_sigterm
     engine.when_asked_to_stop = stop
     engine.data_ends_with_batch = True
-    engine.runs_ahead = False
+    engine.runs_ahead = engine.watches_reads = False

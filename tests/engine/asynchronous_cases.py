@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import random
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -389,6 +391,11 @@ def weights_in_bf16_and_zero_1(_: Path) -> None:
     assert numbers, "nothing was told"
 
 
+def linear(engine: Any) -> list[nn.Module]:
+    """The layers of a rank that have a weight."""
+    return [each for each in nn.Module.modules(engine.module) if "weight" in each.__dict__["_parameters"]]
+
+
 def reads_while_it_goes_on_are_said(_: Path) -> None:
     """Once for an engine, on the rank that reads, and not at rest, nor of what the engine itself reads."""
     data = batches(4)
@@ -396,10 +403,16 @@ def reads_while_it_goes_on_are_said(_: Path) -> None:
         (lambda engine: list(engine.module.parameters()), "a parameter is read"),
         (lambda engine: engine.module.state_dict(), "the state of the module is read"),
         (lambda engine: engine.optimizer.state_dict(), "the state of the optimizer is read"),
+        (lambda engine: [each.weight for each in linear(engine)], "a parameter is read"),
+        (lambda engine: [list(each.parameters()) for each in linear(engine)], "a parameter is read"),
+        (lambda engine: list(engine.optimizer.state.values()), "the state of the optimizer is read"),
+        (lambda engine: [engine.optimizer.state[each] for each in engine.of_test], "the state of the optimizer"),
     ):
         lines: list[str] = []
         with patch.object(environment, "log_here", lambda line, *_, heard=lines: heard.append(line)):
-            engine = begin(plan_for(*maps()[0], "stashing"), OPTIMIZERS["sgd"])
+            engine = begin(plan_for(*maps()[0], "stashing"), OPTIMIZERS["momentum"])
+            engine.of_test = list(engine.module.parameters())
+            layers, plain = linear(engine), [each.__dict__["_parameters"] for each in linear(engine)]
             read(engine)
             items = mine(engine, data)
             for _ in range(2):
@@ -414,6 +427,15 @@ def reads_while_it_goes_on_are_said(_: Path) -> None:
             call(engine, items)
             if engine.global_rank == 1:
                 read(engine)
+            kept = (
+                copy.deepcopy(layers[0]),
+                copy.copy(engine.optimizer.state),
+                copy.deepcopy(engine.optimizer.state),
+            )
+            assert [type(each) for each in kept[1:]] == [defaultdict] * 2  # copies are ordinary ones, and not told
+            assert type(kept[0].__dict__["_parameters"]) is type(plain[0])
+            engine.come_to_rest()
+        assert all(each.__dict__["_parameters"] is those for each, those in zip(layers, plain, strict=True))
         told = [line for line in lines if "is read" in line]
         assert len(told) == (engine.global_rank == 1), told
         assert all(words in line and "engine.come_to_rest() on every rank" in line for line in told)
