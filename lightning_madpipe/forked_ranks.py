@@ -33,6 +33,7 @@ from deepspeed_partition.engine.runtime.watch import GRACE_SECONDS, leave_at_onc
 from deepspeed_partition.planner.plan import Plan
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.module import pipeline_of
+from lightning_madpipe.notebook_messages import NotebookMessages
 
 FORK = "fork"
 MOMENTS_SECONDS = GRACE_SECONDS + 5
@@ -129,12 +130,13 @@ class ForkedRanks:
             )
         sys.stdout.flush()
         sys.stderr.flush()
+        messages = NotebookMessages(strategy.num_processes)
         with tempfile.TemporaryDirectory(prefix="madpipe-") as name:
             folder = Path(name)
             processes = [
                 _forked(
                     target=_run_rank,
-                    args=(rank, os.getpid(), folder, trainer, lambda: function(*arguments, **keywords)),
+                    args=(rank, os.getpid(), folder, trainer, lambda: function(*arguments, **keywords), messages),
                     name=f"rank {rank}",
                 )
                 for rank in range(strategy.num_processes)
@@ -142,7 +144,8 @@ class ForkedRanks:
             try:
                 in_new_thread(lambda: _start(processes))
                 self._processes = processes
-                wait_for_all(processes)
+                with messages.sent():
+                    wait_for_all(processes)
                 self._raise_failure(processes, folder)
                 run: RunOfRanks = _read(folder / RESULT)
             except KeyboardInterrupt:
@@ -293,8 +296,11 @@ def _end_with_whether_cuda_is_lost() -> None:
     os._exit(int(torch.cuda._is_in_bad_fork()))
 
 
-def _run_rank(rank: int, parent: int, folder: Path, trainer: Any, function: Callable[[], Any]) -> None:
+def _run_rank(
+    rank: int, parent: int, folder: Path, trainer: Any, function: Callable[[], Any], messages: NotebookMessages
+) -> None:
     """Run a rank in its process, and leave in the folder what it has to say."""
+    messages.hand_over(rank)
     threading.Thread(target=_end_with, args=(parent,), name="madpipe-parent", daemon=True).start()
     os.environ["LOCAL_RANK"] = str(rank)
     strategy = trainer.strategy

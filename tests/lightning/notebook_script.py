@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytorch_lightning as pl
@@ -23,8 +24,32 @@ torch.set_num_threads(4)
 (torch.randn(700, 700) @ torch.randn(700, 700)).exp().sum()
 
 
+SHOWN: list[tuple[Any, ...]] = []
+"""What the kernel of this notebook was given to send, with the process that sent it."""
+
+
+class Session:
+    """Of a kernel: it drops messages of processes that are forked from it."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+
+    def send(self, stream: Any, message: Any, content: Any = None, *others: Any, **options: Any) -> None:
+        if os.getpid() == self._process:
+            SHOWN.append((stream, message, content, options.get("buffers"), options.get("ident")))
+
+
+KERNEL = SimpleNamespace(session=Session(), iopub_socket="iopub")
+sys.modules["IPython"] = SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=KERNEL))  # type: ignore[assignment]
+
+
 class Model(Classifier):
     fails_at = interrupts_at = -1
+
+    def on_train_start(self) -> None:
+        """Shows a picture, as matplotlib and progress bars do."""
+        content, buffers = {"rank": self.global_rank}, [memoryview(b"pixels")]
+        KERNEL.session.send("iopub", "display_data", content, ident=b"display", buffers=buffers)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.interrupts_at == batch_idx:
@@ -63,6 +88,9 @@ def main(folder: str) -> None:
     strategy = lightning_madpipe.MadPipeStrategy(num_micro_batches=4, warmup_steps=2)
     fitting = trainer(folder, strategy=strategy, devices=2)
     fitting.fit(trained, data)
+    assert sorted(SHOWN, key=lambda each: each[2]["rank"]) == [
+        ("iopub", "display_data", {"rank": rank}, [b"pixels"], b"display") for rank in range(2)
+    ]
 
     expected = model()
     alone = trainer(f"{folder}/alone", devices=1)

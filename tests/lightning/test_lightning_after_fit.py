@@ -161,7 +161,10 @@ def test_going_on_within_an_epoch_is_said_where_the_data_begin_anew(two: Records
     plain, remembering = (two.ranks[0]["resumed_within_an_epoch"][kind] for kind in ("plain", "remembering"))
     assert not plain["unbroken"] and remembering["unbroken"]
     [sentence] = plain["said"]
-    assert "training goes on within epoch 1, at batch 2, but the data loader begins that epoch anew" in sentence
+    assert (
+        "training goes on within epoch 1, at batch 2, but the data loader begins that epoch from its start"
+        in sentence
+    )
     assert "in the place of its last 2 batches" in sentence and "StatefulDataLoader" in sentence
     assert remembering["said"] == []
     assert all(not two.ranks[1]["resumed_within_an_epoch"][kind]["said"] for kind in ("plain", "remembering"))
