@@ -11,7 +11,13 @@ import pytest
 from deepspeed_partition import Chain, Platform, make_plan
 from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.solvers.interface import Cuts
-from deepspeed_partition.planner.solvers.step.partition_candidates import moved_boundaries, moved_runs, strides
+from deepspeed_partition.planner.solvers.step.partition_candidates import (
+    balanced_partitions,
+    moved_boundaries,
+    moved_runs,
+    rival_partitions,
+    strides,
+)
 from deepspeed_partition.planner.solvers.step.step_bounds import StepBounds
 from deepspeed_partition.planner.solvers.step.step_search import StepSearch, step_engine
 from tests.exhaustive import some
@@ -98,3 +104,14 @@ def test_devices_with_several_stages_hide_no_contiguous_step() -> None:
     )
     assert contiguous.step_seconds is not None and every.step_seconds is not None
     assert every.step_seconds <= contiguous.step_seconds < 2.197
+
+
+def test_no_partition_is_made_once_the_time_is_up() -> None:
+    """Those of 128 stages of 2048 layers took five seconds more than there were."""
+    made, platform = random_instance(3)
+    problem = replace(problem_of(made, platform), num_micro_batches=4)
+    steady = (0, made.num_layers)
+    late = list(rival_partitions(problem, steady, lambda: True))
+    assert late[0] == steady
+    assert len(late) == len(list(rival_partitions(problem, steady))) - 1
+    assert len(balanced_partitions(problem, lambda: True)) < len(balanced_partitions(problem))

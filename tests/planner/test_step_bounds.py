@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
+import weakref
 from dataclasses import replace
 from itertools import pairwise
 
@@ -13,7 +15,8 @@ from deepspeed_partition.planner.allocation import Blocks, Placement
 from deepspeed_partition.planner.memory import StageTable
 from deepspeed_partition.planner.recomputation import Recomputation
 from deepspeed_partition.planner.solvers.interface import Constraints, Problem
-from deepspeed_partition.planner.solvers.step.step_bounds import step_lower_bound
+from deepspeed_partition.planner.solvers.step.stage_needs import StageNeeds
+from deepspeed_partition.planner.solvers.step.step_bounds import StepBounds, step_lower_bound
 from deepspeed_partition.planner.solvers.step.step_search import step_engine
 from deepspeed_partition.planner.solvers.step.step_simulator import eager
 from tests.exhaustive import some
@@ -246,3 +249,30 @@ def test_a_bound_where_nothing_fits():
     problem = problem_of(made, Platform(num_devices=4, memory_bytes=90, bandwidth=1.0))
     problem = replace(problem, num_micro_batches=4)
     assert step_lower_bound(problem, contiguous=False) >= 4 * 12 * 3 / 4
+
+
+def test_large_tables_are_not_kept():
+    """A bound that was remembered kept the tables of its problem: 335 MB of 2048 layers."""
+    made = chain([1] * 6, [2] * 6)
+    problem = replace(
+        problem_of(made, Platform(num_devices=2, memory_bytes=10**6, bandwidth=1.0)), num_micro_batches=4
+    )
+    bound = step_lower_bound(problem, contiguous=False)
+    assert bound == step_lower_bound(problem, contiguous=False)
+    table = weakref.ref(problem.table)
+    del problem
+    assert table() is None
+
+
+def test_few_tables_at_a_time():
+    """What stages of long chains need was computed with 17 tables of all of them, 33 MB each at 2048 layers."""
+    size = 1500
+    made = chain([1] * size, [2] * size)
+    platform = Platform(num_devices=8, memory_bytes=10**6, bandwidth=1.0)
+    problem = replace(problem_of(made, platform), num_micro_batches=8)
+    bounds = StepBounds(problem)
+    tracemalloc.start()
+    StageNeeds(bounds, problem.table.is_stage)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 9 * 8 * size**2

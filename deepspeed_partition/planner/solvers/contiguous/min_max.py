@@ -17,7 +17,9 @@ NOTHING_FITS = 2**62
 """Cost that no stage has: it forbids a stage."""
 
 
-def min_max_partitions(problem: Problem, cost: Callable[[int], NDArray[np.int64]]) -> list[tuple[Cuts, int]]:
+def min_max_partitions(
+    problem: Problem, cost: Callable[[int], NDArray[np.int64]], ended: Callable[[], bool] = lambda: False
+) -> list[tuple[Cuts, int]]:
     """Return, for each number of stages, the boundaries whose costliest stage is cheapest, and that cost.
 
     With q stages for layers k and on, ``cost(q)[k, l]`` the cost of layers k to l as the q-th stage from the
@@ -25,7 +27,8 @@ def min_max_partitions(problem: Problem, cost: Callable[[int], NDArray[np.int64]
 
         T(q, k) = min over l of max(cost(q)[k, l], T(q - 1, l))
 
-    A cost of ``NOTHING_FITS`` or more forbids a stage; numbers of stages without any partition are left out.
+    A cost of ``NOTHING_FITS`` or more forbids a stage; numbers of stages without any partition are left out, and
+    so are further ones once the search has ``ended``.
     """
     allowed = problem.constraints.allowed(problem.table)
     num_layers = problem.chain.num_layers
@@ -35,6 +38,8 @@ def min_max_partitions(problem: Problem, cost: Callable[[int], NDArray[np.int64]
     choices: list[NDArray[np.intp]] = []
     found = []
     for count in range(1, max(counts, default=0) + 1):
+        if ended():
+            break
         key = np.where(allowed, np.maximum(cost(count), worst[None, :]), NOTHING_FITS)
         choices.append(key.argmin(axis=1))
         worst = key.min(axis=1)

@@ -70,6 +70,7 @@ def best_recomputing_partition(problem: Problem) -> BestPartition | None:
         made = best_partition(uniform.problem.times, uniform.problem.table, constraints, problem.deadline)
         if made is not None:
             known.append(replace(made, proved=False))
+        del uniform  # its tables, of long chains the most that planning keeps, before those of the next one
     known = [_snapped(problem, each) for each in known]
     best = min(known, key=lambda each: each.period, default=None)
     try:

@@ -148,6 +148,8 @@ def _search_recomputing(problem: Problem, searches: Searches, cuts: Cuts | None)
     lacking = [search for search in dict.fromkeys(both) if not search.found or lacks_room(problem, search)]
     modes = ["stage"] if problem.recomputation.mode == "stage" else ["stage", "block"]
     for mode in modes if lacking else ():
+        if searches.every.found and problem.deadline.passed():
+            return  # what follows takes long to begin in long chains
         # What ``stage`` finds is found first, so that no other mode is slower.
         given = problem
         if mode != problem.recomputation.mode:
@@ -155,6 +157,7 @@ def _search_recomputing(problem: Problem, searches: Searches, cuts: Cuts | None)
         for uniform in uniform_choices(given):
             if uniform.whole_stages == (mode == "stage"):
                 _adopt(searches, lacking, uniform)
+            del uniform  # its tables, before those of the next one
         if searches.contiguous in lacking:
             search = searches.contiguous
             share = CONTIGUOUS_SHARE if searches.shared else SEARCH_SHARE

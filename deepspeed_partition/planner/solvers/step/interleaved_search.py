@@ -185,10 +185,12 @@ class InterleavedSearch:
         search, num_devices = self.search, self.problem.platform.num_devices
         search.tried.add(placement)
         self.attempt(placement, min(num_devices, self.m), alternates=True, known=True)
-        if self.m == search.num_micro_batches:  # the beginning of a step does not tell the end of its one group
+        # The beginning of a step does not tell the end of its one group.
+        if self.m == search.num_micro_batches and not search.out_of_time():
             self.attempt(placement, self.m, alternates=True)
-        self.attempt(placement, min(num_devices, self.m), alternates=False)
-        if placement in search.found:
+        if not search.out_of_time():
+            self.attempt(placement, min(num_devices, self.m), alternates=False)
+        if placement in search.found and not search.out_of_time():
             search.attempt(placement, "furthest", tuple(search.engine(placement).most_in_flight))
 
     def try_more(self, placement: Placement) -> None:

@@ -10,7 +10,7 @@ O(S^2 log(L / S)) partitions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import combinations_with_replacement
 
@@ -32,8 +32,12 @@ STRIDE, MOST_STAGES_WITH_STRIDES, MOST_STAGES_WITH_RUNS = 4, 32, 12
 more than a layer; and most stages for which boundaries are moved together."""
 
 
-def rival_partitions(problem: Problem, steady: Cuts) -> Iterator[Cuts]:
-    """Yield the partitions of other planners, and at last the one that needs least memory."""
+def rival_partitions(problem: Problem, steady: Cuts, ended: Callable[[], bool] = lambda: False) -> Iterator[Cuts]:
+    """Yield the partitions of other planners, and at last the one that needs least memory.
+
+    Args:
+        ended: whether the search has no time left for what takes long to make.
+    """
     chain, num_devices = problem.chain, problem.constraints.max_stages
     yield steady
     yield deepspeed_partitions.uniform(chain, num_devices)
@@ -43,15 +47,18 @@ def rival_partitions(problem: Problem, steady: Cuts) -> Iterator[Cuts]:
             yield from algorithm.solve(problem).cuts
     table = problem.table
     in_flight = problem.fewest_in_flight
-    least = min_max_partitions(problem, lambda from_end: table.needs(in_flight))
-    yield min(least, key=lambda found: found[1])[0]
+    needs = table.needs(in_flight)
+    least = min_max_partitions(problem, lambda from_end: needs, ended)
+    if least:
+        yield min(least, key=lambda found: found[1])[0]
 
 
-def balanced_partitions(problem: Problem) -> list[Cuts]:
+def balanced_partitions(problem: Problem, ended: Callable[[], bool] = lambda: False) -> list[Cuts]:
     """Return, for each number of stages, a good partition for DeepSpeed's engine, and that of least bound.
 
     The bound is ``StepEngine.bound`` per micro-batch, without the transfers on the way. One more is best by the
-    bound with all transfers (``StepBounds.partition``).
+    bound with all transfers (``StepBounds.partition``). Those that a search has no time for, once it has
+    ``ended``, are left out.
     """
     times, table, m = problem.times, problem.table, problem.num_micro_batches
     assert m is not None
@@ -64,7 +71,7 @@ def balanced_partitions(problem: Problem) -> list[Cuts]:
     fitting = np.where(table.max_in_flight >= 1, costs, NOTHING_FITS)
     blocking = deepspeed_step.balanced_partitions(replace(problem, in_deepspeed=True))
     least = StepBounds(problem).partition()
-    found = [*blocking, *(cuts for cuts, _ in min_max_partitions(problem, lambda from_end: fitting))]
+    found = [*blocking, *(cuts for cuts, _ in min_max_partitions(problem, lambda from_end: fitting, ended))]
     return found if least is None else [least, *found]
 
 

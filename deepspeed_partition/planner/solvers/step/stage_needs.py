@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 FAR = np.iinfo(np.int64).max // 4
 """Ticks that no step has."""
+NUM_ROWS = 256
+"""Number of first layers whose stages are looked at together: tables of all take much memory."""
 Integers = NDArray[np.int64]
 
 
@@ -45,25 +47,29 @@ class StageNeeds:
         self.size = bounds.size
         self.send: Integers = np.array([*bounds.send, 0], dtype=np.int64)
         """Ticks of a tensor over the boundary before each layer, one way; 0 at both ends of the chain."""
-        before, rest = C[:, None], (C[-1] - C)[None, :]
-        f, b = bounds.F[None, :] - bounds.F[:, None], bounds.B[None, :] - bounds.B[:, None]
+        rest = (C[-1] - C)[None, :]
         behind = rest + 2 * self.send[None, :]
-        needed: Integers = np.full(f.shape, FAR, dtype=np.int64)
-        turning: Integers = np.full(f.shape, FAR, dtype=np.int64)
-        for most, extra in stage_depths(bounds.problem, bounds.f):
-            again = b + extra
-            work = m * (f + again) + (behind if bounds.flushes_once else 0)
-            turn = np.maximum(m * f + again, f + m * again)
-            turns = -(-m // np.maximum(1, most))
-            needs = np.maximum(np.maximum(work, turn + behind), turns * (f + again + behind))
-            may = (most >= 1) & allowed
-            np.minimum(needed, before + needs, out=needed, where=may)
-            way = np.maximum(turn + rest, turns * (f + again + rest))
-            np.minimum(turning, before + way, out=turning, where=may)
+        needed: Integers = np.full((self.size + 1,) * 2, FAR, dtype=np.int64)
+        turning: Integers = np.full((self.size + 1,) * 2, FAR, dtype=np.int64)
+        for depths, extras in stage_depths(bounds.problem, bounds.f):
+            for first in range(0, self.size + 1, NUM_ROWS):
+                rows = slice(first, first + NUM_ROWS)
+                before, most = C[rows, None], depths[rows]
+                f, b = bounds.F[None, :] - bounds.F[rows, None], bounds.B[None, :] - bounds.B[rows, None]
+                again = b + extras[rows]
+                work = m * (f + again) + (behind if bounds.flushes_once else 0)
+                turn = np.maximum(m * f + again, f + m * again)
+                turns = -(-m // np.maximum(1, most))
+                needs = np.maximum(np.maximum(work, turn + behind), turns * (f + again + behind))
+                may = (most >= 1) & allowed[rows]
+                np.minimum(needed[rows], before + needs, out=needed[rows], where=may)
+                way = np.maximum(turn + rest, turns * (f + again + rest))
+                np.minimum(turning[rows], before + way, out=turning[rows], where=may)
         np.maximum(needed, (C + bounds.on_link * self.send)[None, :], out=needed)
-        np.maximum(needed, before + ticks_of_stages(bounds), out=needed)
+        np.maximum(needed, C[:, None] + ticks_of_stages(bounds), out=needed)
         link = int(C[-1]) + (m - 1) * self.send
-        np.maximum(turning, np.maximum(link[:, None], link[None, :]), out=turning)
+        np.maximum(turning, link[:, None], out=turning)
+        np.maximum(turning, link[None, :], out=turning)
         self.needed: Integers = needed
         self.turning: Integers = turning
 

@@ -34,15 +34,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
 from heapq import heappush, heappushpop
 from itertools import accumulate
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_partition.planner.memory import StageTable
 from deepspeed_partition.planner.problem import LayerProfile
 from deepspeed_partition.planner.solvers.bounds import blocks_bound, with_savings
 from deepspeed_partition.planner.solvers.interface import Cuts, Problem
@@ -70,35 +70,28 @@ def step_lower_bound(problem: Problem, *, contiguous: bool) -> int:
     Args:
         contiguous: bound the steps of contiguous partitions alone.
     """
-    bounds, bound = _of_any_allocation(_Asked(problem))
-    # A problem that is alike but for its constraints may have asked first.
-    return bounds.unit * (StepBounds(problem).of_contiguous(bound) if contiguous else bound)
+    unit, bound = _of_any_allocation(problem)
+    return unit * (StepBounds(problem).of_contiguous(bound) if contiguous else bound)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
-    """Problem that equals another one where the bound of any allocation is the same: whatever the constraints."""
-
-    problem: Problem
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Asked) and self._decisive() == other._decisive()
-
-    def __hash__(self) -> int:
-        return hash(self._decisive())
-
-    def _decisive(self) -> tuple[object, ...]:
-        it = self.problem
-        return (
-            it.times, it.table, it.chain, it.platform, it.num_micro_batches, it.flushes, it.num_pipelines,
-            it.recomputation is not None, it.per_micro_batch,
-        )  # fmt: skip
+_known: WeakKeyDictionary[StageTable, dict[tuple[object, ...], tuple[int, int]]] = WeakKeyDictionary()
+"""Bounds of any allocation, for as long as the tables live that they are of: those of long chains are large."""
 
 
-@lru_cache(maxsize=2)  # algorithms of a comparison ask for the same one, and for that with all recomputed
-def _of_any_allocation(asked: _Asked) -> tuple[StepBounds, int]:
-    bounds = StepBounds(asked.problem)
-    return bounds, bounds.of_any_allocation()
+def _of_any_allocation(problem: Problem) -> tuple[int, int]:
+    """Return the bound of any allocation, and the ticks of its unit; found once, whatever the constraints.
+
+    Algorithms of a comparison ask for the same one.
+    """
+    known = _known.setdefault(problem.table, {})
+    decisive = (
+        problem.times, problem.chain, problem.platform, problem.num_micro_batches, problem.flushes,
+        problem.num_pipelines, problem.recomputation is not None, problem.per_micro_batch,
+    )  # fmt: skip
+    if decisive not in known:
+        bounds = StepBounds(problem)
+        known[decisive] = bounds.unit, bounds.of_any_allocation()
+    return known[decisive]
 
 
 class StepBounds:

@@ -151,7 +151,7 @@ class StepSearch:
         placement = Placement.contiguous(steady)
         if not self.problem.flushes:
             self.certain.append((placement, DepthRule("1F1B", self._of_steady_state(placement))))
-        for cuts in rival_partitions(self.problem, steady):
+        for cuts in rival_partitions(self.problem, steady, self.ended):
             if self.ended():
                 return
             self.try_contiguous(Placement.contiguous(cuts))
@@ -160,7 +160,9 @@ class StepSearch:
             for placement in self.promising(map(Placement.contiguous, every)):
                 self.try_contiguous(placement)
         else:
-            for placement in self.promising(map(Placement.contiguous, balanced_partitions(self.problem))):
+            for placement in self.promising(
+                map(Placement.contiguous, balanced_partitions(self.problem, self.ended))
+            ):
                 self.try_contiguous(placement)
             contiguous = [placement for placement in self.leaders() if placement.is_contiguous]
             for placement in contiguous[:NUM_CENTRES]:
