@@ -12,11 +12,15 @@ its layers. Nothing of this takes time in a step: it happens where layers move.
 from __future__ import annotations
 
 import logging
+import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from types import CellType, FunctionType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -50,10 +54,17 @@ WAY_OUT = (
 
 
 STAYS = (
-    "{places} of rank {rank} has weights, or copies of weights, of layers that were there before layers moved. "
+    "{places} of rank {rank} has copies of weights of layers that were there before layers moved. "
     "It is in a form that does not follow them, so that values may be taken for those of other layers: {way_out}"
 )
 """What is said of copies that stay where they are."""
+WEIGHTS_STAY = (
+    "{places} of rank {rank} has weights of layers that were there before layers moved, in a form that does not "
+    "follow them: those that have left are trained on another rank, have no gradient here, and those that have "
+    "come are missing. Read pl_module.parameters() or named_parameters() where the weights are used; or keep them "
+    "in a list, a set, or a dict by name, which follow their layers"
+)
+"""What is said of weights that stay where they are."""
 
 Order = tuple[Any, ...]
 """What a list is ordered by: ``("parameters", prefix, only_trained)``, as the module; ``("group", place)`` and
@@ -64,7 +75,7 @@ Order = tuple[Any, ...]
 class Values:
     """A dict or list with a value for each of some weights: a tensor, or plain data with tensors in it."""
 
-    container: dict[Any, Any] | list[Any]
+    container: dict[Any, Any] | list[Any] | deque[Any] | set[Any]
     names: tuple[str, ...]
     """The full names of the weights in the LightningModule, in the container's order."""
     prefix: str = ""
@@ -74,10 +85,26 @@ class Values:
     """What the keys of a dict are: a ``name``, the ``weight`` itself, or its ``id``."""
     are_weights: bool = False
     """Whether the values are the weights themselves."""
+    form: str = "plain"
+    """What an item of a list is: ``plain``; a ``pair`` of a name and a weight; a ``reference`` to a weight."""
 
     def by_name(self) -> dict[str, Any]:
         values = self.container.values() if isinstance(self.container, dict) else self.container
+        values = [weight_in(value, self.form) for value in values]
         return dict(zip(self.names, values, strict=True))
+
+
+def weight_in(item: Any, form: str) -> Any:
+    """The weight of an item of a list."""
+    if form == "pair":
+        return item[1]
+    return item() if form == "reference" else item
+
+
+def _form_of(items: Sequence[Any]) -> str:
+    if all(type(each) is tuple and len(each) == 2 and isinstance(each[0], str) for each in items):
+        return "pair"
+    return "reference" if all(isinstance(each, weakref.ReferenceType) for each in items) else "plain"
 
 
 class WeightCopies:
@@ -110,7 +137,7 @@ class WeightCopies:
         # The names in each list of weights that has an order of its own, on all ranks.
         self._listed: dict[Order, tuple[str, ...]] = {}
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._has_said_what_stays = False
+        self._has_said: set[str] = set()
         self._learn_names()
 
     def cut_to_own(
@@ -139,8 +166,10 @@ class WeightCopies:
         """Give each copy what the layers of this rank are now. Collective over ``group``, a pipeline."""
         before = self._own
         found = dict(self._found())
-        staying = {place: value for place, value in self._walk() if place not in found}
-        stays = sorted({_attribute(place) for place, value in staying.items() if self._is_of_weights(value)})
+        staying = {place: value for place, value in self._walk() if not _is_within(place, found)}
+        stays = sorted(
+            {(_attribute(place), kind) for place, value in staying.items() if (kind := self._kind(value))}
+        )
         self._own = _weights_of(self._module)
         self._learn_names()
         mine = {
@@ -172,16 +201,19 @@ class WeightCopies:
                 self._lay(values, {**values.by_name(), **arrived})
         self._say_what_stays([places for *_, places in everyone])
 
-    def _say_what_stays(self, places: Sequence[Sequence[str]]) -> None:
-        """Say once which copies are taken for those of other layers now.
+    def _say_what_stays(self, places: Sequence[Sequence[tuple[str, str]]]) -> None:
+        """Say once which weights, and which copies, are taken for those of other layers now.
 
         Args:
-            places: Those of each rank of the pipeline.
+            places: Those of each rank of the pipeline, each with what it has.
         """
         for rank, stay in enumerate(places):
-            if stay and not self._has_said_what_stays:
-                self._has_said_what_stays = True
-                announce(STAYS.format(places=", ".join(stay), rank=rank, way_out=WAY_OUT), logging.WARNING)
+            for sentence in (WEIGHTS_STAY, STAYS):
+                named = [place for place, kind in stay if kind == sentence]
+                if named and sentence not in self._has_said:
+                    self._has_said.add(sentence)
+                    said = sentence.format(places=", ".join(named), rank=rank, way_out=WAY_OUT)
+                    announce(said, logging.WARNING)
 
     # Names and orders
 
@@ -339,8 +371,16 @@ class WeightCopies:
     def _lay(self, values: Values, by_name: Mapping[str, Any]) -> None:
         """Let a container have what this rank has."""
         names = self._ordered(values.order, by_name)
-        if isinstance(values.container, list):
-            values.container[:] = [by_name[name] for name in names]
+        if isinstance(values.container, set):
+            values.container.clear()
+            values.container.update(by_name[name] for name in names)
+            return
+        if isinstance(values.container, list | deque):
+            cut = len(values.prefix)
+            made = {"pair": lambda name: (name[cut:], by_name[name]), "reference": lambda name: ref(by_name[name])}
+            items = [made.get(values.form, by_name.__getitem__)(name) for name in names]
+            values.container.clear()
+            values.container.extend(items)
             return
         here = self._tensors_here() if values.keys != "name" else {}
         keys = {
@@ -390,19 +430,24 @@ class WeightCopies:
 
     def _as_weights(self, place: str, value: Any, sequences: Sequence[tuple[Order, Any]]) -> Values | None:
         """What a list or dict of the weights themselves has, each once."""
-        members = list(value.values()) if isinstance(value, dict) else value
-        if not isinstance(members, list) or not members:
+        if not isinstance(value, dict | list | deque | set) or not value:
             return None
+        items = list(value.values() if isinstance(value, dict) else value)
+        form = _form_of(items) if isinstance(value, list | deque) else "plain"
+        members = [weight_in(each, form) for each in items]
         names = self._names_of([each for each in members if isinstance(each, Tensor)])
         if len(names) != len(members) or len(set(names)) != len(names):
             return None
-        if isinstance(value, list):
-            order = next((order for order, sequence in sequences if sequence == names), ("list", place))
-            return Values(value, names, order=order, are_weights=True)
-        for prefix in self._prefixes:
-            if [prefix + str(key) for key in value] == list(names):
-                return Values(value, names, prefix, are_weights=True)
-        return None
+        if isinstance(value, set):
+            return Values(value, names, order=("parameters", "", False), are_weights=True)
+        if isinstance(value, dict) or form == "pair":
+            keys = list(value) if isinstance(value, dict) else [name for name, _ in value]
+            for prefix in self._prefixes:
+                if [prefix + str(key) for key in keys] == list(names):
+                    return Values(value, names, prefix, are_weights=True, form=form)
+            return None
+        order = next((order for order, sequence in sequences if sequence == names), ("list", place))
+        return Values(value, names, order=order, are_weights=True, form=form)
 
     def _as_keyed(self, value: Any) -> Values | None:
         """What a dict by the weights themselves, or by their ``id()``, has."""
@@ -424,11 +469,26 @@ class WeightCopies:
         return self._as_list(value, sequences) if isinstance(value, list) else None
 
     def _as_dict(self, value: dict[Any, Any]) -> Values | None:
-        if not value or not all(isinstance(k, str) and isinstance(t, Tensor) for k, t in value.items()):
+        if not value or not all(isinstance(key, str) for key in value):
             return None
+        if not all(isinstance(tensor, Tensor) for tensor in value.values()):
+            return self._as_notes(value)
         for prefix in self._prefixes:
             if all(self._is_weight(prefix + name, tensor) for name, tensor in value.items()):
                 return Values(value, tuple(prefix + name for name in value), prefix)
+        return None
+
+    def _as_notes(self, value: dict[Any, Any]) -> Values | None:
+        """What a dict has that notes something of each weight of this rank, by name, and of no other."""
+        if not all(map(_is_plain, value.values())):
+            return None
+        for only_trained in (False, True):
+            own, every = (
+                {name for name, weight in weights.items() if weight.is_listed and weight.trains >= only_trained}
+                for weights in (self._own, self._all)
+            )
+            if own == value.keys() != every:
+                return Values(value, tuple(value))
         return None
 
     def _is_weight(self, name: str, tensor: Tensor) -> bool:
@@ -446,17 +506,24 @@ class WeightCopies:
                 return Values(value, names, prefix, order)
         return None
 
-    def _is_of_weights(self, value: Any) -> bool:
-        """Whether something has weights, or tensors of the forms of at least two of them."""
+    def _kind(self, value: Any) -> str:
+        """The sentence about something that stays: it has weights, or tensors of the forms of at least two."""
         if isinstance(value, nn.Module):
-            return False
+            return ""
+        if isinstance(value, Tensor):
+            name = self._names.get(value)
+            return WEIGHTS_STAY if name is not None and name not in self._tensors_here() else ""
         members = [*value, *value.values()] if isinstance(value, dict) else list(value)
+        inside = [each[1] if type(each) is tuple and len(each) == 2 else each for each in members]
+        inside = [each() if isinstance(each, weakref.ReferenceType) else each for each in inside]
+        if any(isinstance(each, Tensor) and each in self._names for each in inside):
+            is_copy = any(isinstance(each, Tensor) and each not in self._names for each in _tensors_in(members))
+            return STAYS if is_copy else WEIGHTS_STAY
         tensors = [each for each in members if isinstance(each, Tensor)]
-        if any(tensor in self._names for tensor in tensors):
-            return True
         forms = {weight.shape for weight in self._all.values() if weight.is_listed and len(weight.shape)}
         shapes = {tensor.shape for tensor in tensors}
-        return len(shapes) > 1 and shapes <= forms and all(isinstance(each, Tensor) for each in members)
+        is_of_weights = len(shapes) > 1 and shapes <= forms and all(isinstance(each, Tensor) for each in members)
+        return STAYS if is_of_weights else ""
 
 
 def _owners_of(
@@ -565,14 +632,21 @@ def _walk(place: str, value: Any, depth: int, visited: set[int]) -> Iterator[tup
     if id(value) in visited or not depth:
         return
     visited.add(id(value))
-    if isinstance(value, nn.Module):
+    if isinstance(value, nn.Module | nn.Parameter):
         yield place, value
         return
-    if isinstance(value, dict | list | tuple):
+    if isinstance(value, dict | list | tuple | set | frozenset | deque):
         yield place, value
     for key, child in list(_inside(value).items()):
-        if not isinstance(child, Tensor | bool | int | float | str):
+        is_item = isinstance(value, dict | list | tuple | deque)
+        if not isinstance(child, bool | int | float | str) and not (is_item and isinstance(child, Tensor)):
             yield from _walk(f"{place}.{key}", child, depth - 1, visited)
+
+
+def _is_within(place: str, found: Collection[str]) -> bool:
+    """Whether one of ``found`` is at a place, or around it."""
+    names = place.split(".")
+    return any(".".join(names[:end]) in found for end in range(1, len(names) + 1))
 
 
 def _attribute(place: str) -> str:
@@ -587,12 +661,33 @@ def _inside(value: Any) -> Mapping[Any, Any]:
     """
     if isinstance(value, dict):
         return value
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | deque):
         return dict(enumerate(value))
+    if isinstance(value, FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        return {name: cell.cell_contents for name, cell in cells if not _is_empty(cell)}
     if isinstance(value, Optimizer):
         return {"state": value.state}
     own = type(value).__module__.partition(".")[0] not in LIBRARIES
-    return vars(value) if own and hasattr(value, "__dict__") and not isinstance(value, type | Tensor) else {}
+    if not own or isinstance(value, type | Tensor):
+        return {}
+    slots = {name for kind in type(value).__mro__ for name in _slots_of(kind)}
+    slotted = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return {**slotted, **getattr(value, "__dict__", {})}
+
+
+def _slots_of(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in names if not name.startswith("__"))
+
+
+def _is_empty(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:  # its variable has no value yet
+        return True
+    return False
 
 
 def is_copy(value: Any, module: nn.Module) -> bool:

@@ -5,10 +5,12 @@ Written like ``lightning_cases.py``.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+import weakref
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
@@ -134,5 +136,57 @@ def kept_weights(host: Host) -> dict[str, Any]:
     return record
 
 
+class Slotted:
+    __slots__ = ("weights",)
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        self.weights = list(weights)
+
+
+class Collects(pl.Callback):
+    """Takes the weights when the fit begins, in all forms, and reads their gradients later."""
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.in_list = list(module.parameters())
+        self.in_set = set(module.parameters())
+        self.in_deque = deque(module.parameters())
+        self.pairs = list(module.named_parameters())
+        self.references = [weakref.ref(weight) for weight in module.parameters()]
+        self.slotted = Slotted(module.parameters())
+        weights = list(module.parameters())
+        self.norm = lambda: [weight.grad.norm() for weight in weights]
+        self.norms_by_weight = dict.fromkeys(module.parameters(), 0.0)
+        self.norms_by_name = {name: [0.0] for name, _ in module.named_parameters()}
+        self.in_tuple = tuple(module.parameters())
+        self.one = module.blocks[1].linear.weight
+        self.steps = 0
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        named = dict(module.named_parameters())
+        expected = sorted(float(weight.grad.norm()) for weight in named.values())
+        for weights in (
+            self.in_list, self.in_set, self.in_deque, [weight for _, weight in self.pairs],
+            [reference() for reference in self.references], self.slotted.weights, self.norms_by_weight,
+        ):  # fmt: skip
+            assert sorted(float(weight.grad.norm()) for weight in weights) == expected
+        assert sorted(map(float, self.norm())) == expected and dict(self.pairs) == named
+        self.steps += 1
+        for name, weight in named.items():
+            self.norms_by_weight[weight] += 1.0
+            self.norms_by_name[name][0] += 1.0
+        assert [*self.norms_by_weight.values()] == [self.steps] * len(named)
+        assert self.norms_by_name == {name: [self.steps] for name in named}
+
+
+def collected_weights(host: Host) -> dict[str, Any]:
+    """What does not follow the layers is said."""
+    callback = Collects()
+    with lines() as said:
+        trainer = host.trainer(callback, strategy=MOVES_LATE)
+        trainer.fit(seeded(cases.Classifier), cases.loader(96))
+    assert callback.steps == 12 and list(trainer.strategy.pipeline.parts) == [0, 2, 8]
+    return {"said": [line for line in said if "in a form that does not" in line]}
+
+
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [kept_weights], 4: []}
-ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [], 4: []}
+ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [collected_weights], 4: []}

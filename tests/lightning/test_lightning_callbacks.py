@@ -307,6 +307,15 @@ def test_what_differs_is_said_once(two: Records) -> None:
     assert two.ranks[1]["notes"]["notes"] == two.ranks[1]["notes"]["mixed"] == []
 
 
+def test_weights_that_a_callback_takes_follow_their_layers(two: Records) -> None:
+    """A set, pairs and references kept weights of layers that had gone, whose gradient is None, without a word."""
+    [said], nothing = (rank["collected_weights"]["said"] for rank in two.ranks)
+    assert nothing == [] and said.startswith(
+        "Collects.in_tuple, Collects.one of rank 0 has weights of layers that"
+    )
+    assert "Read pl_module.parameters() or named_parameters() where the weights are used" in said
+
+
 def test_a_checkpoint_on_one_rank_names_those_that_do_not_come(two: Records) -> None:
     """It waited for ever, as does `if trainer.is_global_zero: trainer.save_checkpoint(path)` of one process."""
     first, second = (rank["saved_on_one_rank"] for rank in two.ranks)
