@@ -91,7 +91,7 @@ from deepspeed_partition.planner.report.step_figures import StepFigures
 from deepspeed_partition.planner.units import counted
 from deepspeed_partition.planner.weight_versions import FLUSH, TWO_VERSIONS
 from deepspeed_partition.profiling.arrivals import wait_for_all
-from deepspeed_partition.schedule.endless import lower_endless
+from deepspeed_partition.schedule.endless import EndlessProgram, lower_endless
 from deepspeed_partition.schedule.instructions import Compute, Instruction
 
 SAVED_BY_ALL = (
@@ -506,16 +506,16 @@ class MadPipeEngine(ResumingEngine):
     def watch_steps(self) -> None:
         """Time the steps from now on, for :meth:`figures_of_steps`, and look for ranks that become slow.
 
-        To be called on every rank. Where DeepSpeed's own schedule runs, or the pipeline never drains, it does
-        nothing, which rank 0 says.
+        To be called on every rank. Where DeepSpeed's own schedule runs it does nothing, which rank 0 says. In a
+        pipeline that never drains, batches are timed from one loss to the next, and no slow rank is looked for.
         """
         if self.step_watch is not None:
             return
-        never_drains = self.weight_versions != FLUSH
-        if not self.runs_lists or never_drains:
-            runs = "a pipeline that never drains" if never_drains else "DeepSpeed's own schedule"
-            announce(f"{runs} runs here: its steps are not timed, for loggers or for replan")
+        if not self.runs_lists:
+            announce("DeepSpeed's own schedule runs here: its steps are not timed, for loggers or for replan")
             return
+        if self.weight_versions != FLUSH and self.options.replan == WHEN_SLOW:
+            announce("a pipeline that never drains runs here: no slow rank is looked for, and replan does nothing")
         self._planned_peak.is_wanted = True
         self.step_watch = StepWatch(self, lambda: self._planned_peak.peak_bytes)
 
@@ -568,6 +568,11 @@ class MadPipeEngine(ResumingEngine):
     def is_at_rest(self) -> bool:
         """Whether no batch is in flight between two calls: all updates are done."""
         return self._endless is None or not self._endless.is_under_way
+
+    @property
+    def endless_program(self) -> EndlessProgram | None:
+        """The lists of a pipeline that never drains, once it trains on them; None where it drains."""
+        return None if self._endless is None else self._endless.program
 
     @property
     def updates_wait(self) -> bool:

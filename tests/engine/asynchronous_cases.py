@@ -6,6 +6,7 @@ import copy
 import functools
 import math
 import random
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
@@ -24,6 +26,7 @@ from deepspeed_partition.engine.runtime import environment
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.planned_peak import PlannedPeak
 from deepspeed_partition.planner.errors import PlanMismatchError
+from deepspeed_partition.profiling import limit_memory
 from deepspeed_partition.schedule.instructions import Compute
 from tests.engine import plans
 from tests.engine.pipelines import WIDTH, Block, Whole, halving, loss_fn, mlp, tied
@@ -441,6 +444,48 @@ def reads_while_it_goes_on_are_said(_: Path) -> None:
         assert all(words in line and "engine.come_to_rest() on every rank" in line for line in told)
 
 
+def figures_of_batches(folder: Path) -> None:
+    """From one loss to the next, beside what the lists are planned to take; versions and peaks beside a plan."""
+    data = batches(10)
+    logs = {"csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "job"}, "steps_per_print": 3}
+    for mode in MODES:
+        engine = begin(plan_for((0, 1, 0), [0, 3, 6, 8], mode), OPTIMIZERS["sgd"])
+        engine.watch_steps()
+        assert engine.figures_of_steps() is None
+        items, ends, few = mine(engine, data), [], []
+        with limit_memory(10**12):  # which counts them
+            for number in range(8):
+                call(engine, items)
+                ends.append(time.monotonic())
+                if number == 1:  # behind which the pipeline may not be full
+                    few.append(engine.figures_of_steps())
+        figures = engine.figures_of_steps()
+        assert few == [None] and figures is not None and 4 <= figures.num_steps <= 6, figures
+        took = max(gather_objects((ends[-1] - ends[-1 - figures.num_steps]) / figures.num_steps))
+        assert figures.step_seconds == pytest.approx(took, rel=0.2, abs=2e-3)
+        assert figures.planned_step_seconds == engine.endless_program.batch_seconds
+        worked = sum(figures.stage_seconds.values())
+        assert set(figures.stage_seconds) == {0, 1, 2} and worked > 0
+        assert figures.bubble_share == pytest.approx(1 - worked / (2 * figures.step_seconds))
+        assert worked + sum(figures.waiting_seconds.values()) <= 2 * figures.step_seconds
+        planned = {stage: engine.plan.versions.num_held(stage) for stage in range(3)}
+        assert figures.planned_versions == planned
+        assert all(1 <= figures.versions_held[stage] <= planned[stage] for stage in planned), figures
+        assert max(figures.versions_held.values()) == max(planned.values())
+        assert set(figures.peak_bytes) == set(figures.planned_peak_bytes) == {0, 1}
+        assert all(each > 0 for each in figures.peak_bytes.values())
+        engine.come_to_rest()
+        call(engine, items)
+        assert engine.figures_of_steps() is None, "a batch with a rest was counted"
+    engine = begin(plan_for(*maps()[0], "2bw"), OPTIMIZERS["sgd"], logs)
+    items = mine(engine, data)
+    for _ in range(9):
+        call(engine, items)
+    dist.barrier()
+    written = {path.stem for path in (folder / "job").glob("madpipe_*.csv")}
+    assert {"madpipe_step_seconds", "madpipe_planned_step_seconds", "madpipe_stage_1_versions_held"} < written
+
+
 class Meter:
     seen = 0
 
@@ -686,6 +731,7 @@ CASES = {
         recut_to_another_mode,
         weights_in_bf16_and_zero_1,
         reads_while_it_goes_on_are_said,
+        figures_of_batches,
         what_layers_keep_in_attributes,
         a_run_that_asks_for_another_mode_than_its_checkpoint_plans_anew,
         errors_in_a_layer_end_all_ranks,

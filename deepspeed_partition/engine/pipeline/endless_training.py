@@ -80,6 +80,8 @@ class EndlessTraining:
         self.clips_by_all = mode == TWO_VERSIONS and puts_off
         self._num_read_ahead = max(1, program.batches_ahead) if engine.runs_ahead else 0
         """Batches whose data is read before their call: it may end, and the pipeline comes to rest then."""
+        self._num_to_fill = 1 + math.ceil(max(program.num_slots) / self._per_batch)
+        """Batches of a run that have ended when the pipeline is full."""
         module: Any = engine.module
         self._devices = tuple(module.device_of_stage)
         self._last_stage = len(self._devices) - 1
@@ -265,6 +267,11 @@ class EndlessTraining:
             engine.batch_data.put_back(self._unused(), self._error_of_data)
         else:
             self._state.leave()
+        if engine.step_watch is not None:
+            held = {stage: weights.most_held for stage, weights in self._weights.items()}
+            engine.step_watch.batches.batch_ended(
+                held, is_full=self._run is not None and self.num_trained >= self._num_to_fill
+            )
         return True
 
     def _show_newest(self) -> None:
@@ -318,8 +325,11 @@ class EndlessTraining:
     # Instructions
 
     def _run_all(self, instructions: Iterator[EndlessInstruction]) -> None:
+        steps = self._engine.step_watch
         for instruction in instructions:
             watch.runs(instruction)
+            if steps is not None:
+                steps.batches.runs(instruction)
             if self.watcher is not None:
                 self.watcher(instruction)
             if isinstance(instruction, Update):
@@ -334,6 +344,8 @@ class EndlessTraining:
             else:
                 self._attempt.execute(instruction)
         watch.runs(None)
+        if steps is not None:
+            steps.batches.runs(None)
 
     def _compute(self, compute: Compute) -> None:
         engine, stage, number = self._engine, compute.stage, compute.micro_batch
@@ -466,6 +478,8 @@ class EndlessTraining:
         run, engine = self._run, self._engine
         assert run is not None and self._meetings is not None
         self._meeting = None
+        if engine.step_watch is not None:
+            engine.step_watch.batches.rests()
         self._run_all(run.rest())
         engine._transfers.finish()
         self._meetings.finish()

@@ -55,7 +55,7 @@ class StepClock:
         """Forget all steps: another plan begins, or their figures were taken."""
         self._num_steps = 0
         self._seconds = 0.0
-        self._sums: dict[_Place, float] = {}
+        self._sums: dict[Place, float] = {}
 
     def begin(self, instructions: Sequence[Instruction]) -> Note:
         """Begin a step.
@@ -116,7 +116,7 @@ class StepClock:
         return steps
 
 
-_Place = int | tuple[int, int]
+Place = int | tuple[int, int]
 """What takes time: a stage, by its number, or waiting because of a link, by the devices at its ends."""
 
 
@@ -129,14 +129,14 @@ class _Layout:
 
     def __init__(self, instructions: Sequence[Instruction], device: int, *, only_timed: bool) -> None:
         self.instructions = instructions
-        self.places: list[_Place] = []
-        number_of: dict[_Place, int] = {}
-        place_of: list[int] = []
+        self.places: list[Place] = []
+        number_of: dict[Place, int] = {}
+        numbers: list[int] = []
         self.begins: list[bool] = []
         """Whether a stamp is taken where each instruction begins."""
         was_timed = True  # the first one begins the step
         for instruction in instructions:
-            place = _place(instruction, device)
+            place = place_of(instruction, device)
             takes = not only_timed or was_timed or place is not None
             self.begins.append(takes)
             was_timed = place is not None
@@ -145,12 +145,12 @@ class _Layout:
             if place is not None and place not in number_of:
                 number_of[place] = len(self.places)
                 self.places.append(place)
-            place_of.append(-1 if place is None else number_of[place])
+            numbers.append(-1 if place is None else number_of[place])
         others = len(self.places)
-        self.place_of = np.array([others if each < 0 else each for each in place_of], dtype=np.intp)
+        self.place_of = np.array([others if each < 0 else each for each in numbers], dtype=np.intp)
 
 
-def _place(instruction: Instruction, device: int) -> _Place | None:
+def place_of(instruction: Any, device: int) -> Place | None:
     """Return what an instruction takes time for; None where it neither computes nor waits."""
     if isinstance(instruction, Compute):
         return instruction.stage

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from deepspeed_partition.engine.runtime.batch_clock import BatchClock
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.environment import announce, warn_here
 from deepspeed_partition.engine.runtime.step_clock import Note, Step, StepClock
@@ -35,6 +36,8 @@ class StepWatch:
     def __init__(self, engine: MadPipeEngine, peak_bytes: Callable[[], int | None]) -> None:
         self._engine, self._peak_bytes = engine, peak_bytes
         self._clock = StepClock(engine.device, engine.stage_id)
+        self.batches = BatchClock(engine.device, engine.stage_id)
+        """The clock of batches, where the pipeline never drains."""
         self._plan: Plan | None = None
         self._slowdown: Slowdown | None = None
         self._recovery: Slowdown | None = None
@@ -138,12 +141,15 @@ class StepWatch:
             None where there was no step that is over.
         """
         engine = self._engine
-        told: list[RankSteps | None] = gather_objects(self._clock.take(self._peak_bytes()))
+        endless = engine.endless_program
+        clock = self._clock if endless is None else self.batches
+        told: list[RankSteps | None] = gather_objects(clock.take(self._peak_bytes()))
         found = [each for each in told if each is not None]
         if len(found) < len(told):
             return None
         pipelines = [[found[rank] for rank in ranks] for ranks in engine._pipelines()]
-        return StepFigures.of(pipelines, engine.plan, engine.micro_batches)
+        seconds = None if endless is None else endless.batch_seconds
+        return StepFigures.of(pipelines, engine.plan, engine.micro_batches, seconds)
 
     def planned_and_measured(self) -> list[float] | None:
         """Return, for each device of a pipeline, how many times as long as planned its layers take. Collective.

@@ -22,6 +22,8 @@ class RankSteps:
     waits until it is there, a sender until it has left."""
     peak_bytes: int | None = None
     """Peak of memory, in bytes; None where nobody knows it."""
+    versions_held: Mapping[int, int] = field(default_factory=dict)
+    """Most versions of the weights, by stage, in a pipeline that never drains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +45,17 @@ class StepFigures:
     peak_bytes: Mapping[int, int] = field(default_factory=dict)
     """Peak of memory in bytes, by rank of a pipeline; without ranks where nobody knows it."""
     planned_peak_bytes: Mapping[int, int] = field(default_factory=dict)
+    versions_held: Mapping[int, int] = field(default_factory=dict)
+    """Most versions of the weights, by stage, in a pipeline that never drains; without stages in one that does."""
+    planned_versions: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, pipelines: Sequence[Sequence[RankSteps]], plan: Plan | None, num_micro_batches: int
+        cls,
+        pipelines: Sequence[Sequence[RankSteps]],
+        plan: Plan | None,
+        num_micro_batches: int,
+        batch_seconds: float | None = None,
     ) -> StepFigures:
         """Return the figures of what all ranks measured.
 
@@ -54,6 +63,7 @@ class StepFigures:
             pipelines: of each pipeline its ranks, by device.
             plan: the plan that runs, if one does.
             num_micro_batches: of a step.
+            batch_seconds: planned seconds from one batch to the next, of a pipeline that never drains.
         """
         ranks = [rank for ranks in pipelines for rank in ranks]
         shares = []
@@ -68,15 +78,23 @@ class StepFigures:
                     peaks[device] = max(rank.peak_bytes, peaks.get(device, 0))
         planned = dict(enumerate(plan.peak_memory_bytes)) if plan is not None else {}
         fits = plan is not None and plan.num_micro_batches == num_micro_batches
+        of_step = plan.step_seconds if fits and plan is not None else None
+        versions: dict[int, int] = {}
+        for rank in ranks:
+            for stage, number in rank.versions_held.items():
+                versions[stage] = max(number, versions.get(stage, 0))
+        rule = None if plan is None or not versions else plan.versions
         return cls(
             num_steps=min(rank.num_steps for rank in ranks),
             step_seconds=max(rank.step_seconds for rank in ranks),
-            planned_step_seconds=plan.step_seconds if fits and plan is not None else None,
+            planned_step_seconds=of_step if batch_seconds is None else batch_seconds,
             stage_seconds=_longest(rank.stage_seconds for rank in ranks),
             bubble_share=max(0.0, *shares),
             waiting_seconds=_most_waited([_waited_in(pipeline) for pipeline in pipelines]),
             peak_bytes=peaks,
             planned_peak_bytes={device: planned[device] for device in peaks if device in planned},
+            versions_held=versions,
+            planned_versions={} if rule is None else {stage: rule.num_held(stage) for stage in versions},
         )
 
     def named(self) -> dict[str, float]:
@@ -84,7 +102,8 @@ class StepFigures:
         named = {"step_seconds": self.step_seconds}
         if self.planned_step_seconds is not None:
             named["planned_step_seconds"] = self.planned_step_seconds
-        named["bubble_share"] = self.bubble_share
+        if self.stage_seconds:
+            named["bubble_share"] = self.bubble_share
         named |= {f"stage_{stage}_seconds": seconds for stage, seconds in sorted(self.stage_seconds.items())}
         for (source, target), seconds in sorted(self.waiting_seconds.items()):
             named[f"link_{source}_to_{target}_waiting_seconds"] = seconds
@@ -92,6 +111,10 @@ class StepFigures:
             named[f"rank_{rank}_peak_bytes"] = float(peak)
         for rank, peak in sorted(self.planned_peak_bytes.items()):
             named[f"rank_{rank}_planned_peak_bytes"] = float(peak)
+        for stage, number in sorted(self.versions_held.items()):
+            named[f"stage_{stage}_versions_held"] = float(number)
+        for stage, number in sorted(self.planned_versions.items()):
+            named[f"stage_{stage}_planned_versions"] = float(number)
         return {f"madpipe/{name}": value for name, value in named.items()}
 
 
