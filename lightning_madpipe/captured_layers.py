@@ -105,12 +105,12 @@ def _say(captured: CapturedCall | None, num_micro_batches: int) -> None:
 
 
 def unknown_layers(module: Any, reason: Exception) -> ValueError:
-    """The error of a module that names no layers, and whose layers cannot be found."""
+    """The error of a module that names no layers, and in which none are found."""
     if isinstance(reason, UncutBatchError):  # which named layers would not mend
         return ValueError(f"the batches of {type(module).__name__} cannot be cut into micro-batches: {reason}")
     return ValueError(
-        f"{type(module).__name__} has no pipeline_layers(), and its layers cannot be found: {reason}; or "
-        f"{HOW_TO_SAY_IT}"
+        f"{type(module).__name__} has no pipeline_layers(), and the search for its layers failed: "
+        f"{str(reason).removesuffix('.')}. Change that, or name the layers: {HOW_TO_SAY_IT}"
     )
 
 

@@ -113,8 +113,8 @@ class CapturedCheck(LayerCheck):
     def _differs(self, what: str, advice: str) -> LayersDifferError:
         return LayersDifferError(
             f"the layers that were found of {self._call.called} of {self._name} do not compute what it does, "
-            f"which {what}: what changes from call to call, such as a number that its code counts, or by an "
-            "attribute that something sets, belongs in the forward() of a layer; or write pipeline_layers()"
+            f"which {what}: put what changes from call to call, such as a number that its code counts or an "
+            "attribute that something sets, into the forward() of a layer, or name the layers in pipeline_layers()"
         )
 
 

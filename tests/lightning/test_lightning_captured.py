@@ -29,6 +29,7 @@ def test_dropout_draws_from_the_seed(two: Records) -> None:
         ("Noisy", "training_step calls self.decoder() with something else than when its layers were found"),
         ("Noisy", "put what the step calls into forward(), and call self(...) there"),
         ("NoCall", "calls neither self() nor a module whose weights are trained"),
+        ("NoCall", "unknown. Change that, or name the layers: write `def pipeline_layers(self): return [self"),
         ("OtherOrder", "runs its modules in another order in evaluation, near "),
         ("ChangingCall", "training_step calls self() with scale=2.0, and its layers were found for scale=1.0"),
         (
