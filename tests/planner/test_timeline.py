@@ -17,7 +17,7 @@ from deepspeed_partition.planner.clock import Clock
 from deepspeed_partition.planner.errors import TimelineFormatError
 from deepspeed_partition.planner.plan import StepPlan
 from deepspeed_partition.planner.report.draw import measured_step
-from deepspeed_partition.planner.report.timeline import MeasuredTimeline, TimedOperation, TimedStep
+from deepspeed_partition.planner.report.timeline import MeasuredTimeline, TimedOperation, TimedStep, steps_in_words
 from deepspeed_partition.planner.simulate.replay_step import run_step
 from deepspeed_partition.planner.step import one_f_one_b_order
 from tests.engine import plans
@@ -201,6 +201,22 @@ def test_any_bytes_are_read_or_refused(tmp_path_factory):
             assert_one_sentence(refusal)
 
     read()
+
+
+@pytest.mark.parametrize(
+    ("measured", "planned", "said"),
+    [
+        ([0.10] * 10, None, "10 steps of 100 ms"),
+        ([0.10] * 9 + [0.4], 0.09, "10 steps of 100 ms (90 ms planned)"),
+        ([0.10] * 7 + [0.16] * 3, 0.1, "10 steps of 100 ms (100 ms planned), 100 ms to 160 ms: noisy"),
+        ([0.139] * 10, 0.24, "10 steps of 139 ms (240 ms planned): faster than when layers were measured"),
+        ([0.24] * 10, 0.139, "10 steps of 240 ms (139 ms planned): slower than when layers were measured"),
+        ([0.1, 0.2], 0.1, "2 steps of 150 ms (100 ms planned), 100 ms to 200 ms: noisy"),
+    ],
+)
+def test_steps_on_a_busy_machine_are_said_to_be_noisy(measured, planned, said):
+    """Planned with 240 ms and measured with 139, and no line said that other jobs had run beside it."""
+    assert steps_in_words(measured, planned) == said
 
 
 def test_an_instant_is_no_time():

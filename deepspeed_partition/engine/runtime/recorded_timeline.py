@@ -14,8 +14,12 @@ from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.engine.runtime.tracing import DeviceTrace, Execute, moves_of, recorded
 from deepspeed_partition.engine.runtime.transfers import Transfers
 from deepspeed_partition.planner.plan import Plan
-from deepspeed_partition.planner.report.timeline import MeasuredTimeline, TimedOperation, TimedStep
-from deepspeed_partition.planner.units import format_seconds
+from deepspeed_partition.planner.report.timeline import (
+    MeasuredTimeline,
+    TimedOperation,
+    TimedStep,
+    steps_in_words,
+)
 
 NUM_STEPS = 10
 """The number of training steps that are recorded, from the first one on; comparisons take their median."""
@@ -92,12 +96,8 @@ class Recorder:
             announce(f"the timeline in {self._path}: {error.strerror}", logging.WARNING)
             return
         if not self.wants_more:
-            found = timeline.compare(plan)
-            planned = found.planned_step_seconds
-            announce(
-                f"{self._path}: {NUM_STEPS} steps of {format_seconds(found.measured_step_seconds)}"
-                + ("" if planned is None else f" ({format_seconds(planned)} planned)")
-            )
+            planned = timeline.compare(plan).planned_step_seconds
+            announce(f"{self._path}: {steps_in_words([step.seconds for step in timeline.steps], planned)}")
 
 
 def _gather(part: DeviceTrace, transfers: Transfers) -> list[DeviceTrace]:

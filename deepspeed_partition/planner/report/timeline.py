@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -16,8 +16,13 @@ from deepspeed_partition.planner.errors import PlanMismatchError, TimelineFormat
 from deepspeed_partition.planner.io import files
 from deepspeed_partition.planner.plan import ChainReference, Plan
 from deepspeed_partition.planner.schedule import OperationSpan, span_from_dict
+from deepspeed_partition.planner.units import format_seconds
 
 TIMELINE_FORMAT = "madpipe-timeline/1"
+NOISY = 1.5
+"""Quotient of two times of steps from which a sentence says that they differ."""
+FEWEST_FOR_OUTLIERS = 5
+"""Steps from which the shortest and the longest do not count for that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,6 +256,28 @@ class TimelineComparison:
     planned_idle_share: tuple[float, ...] | None
     """Planned idle part (0 to 1) of each device within a step; None with ``planned_step_seconds``."""
     measured_idle_share: tuple[float, ...]
+
+
+def steps_in_words(measured_seconds: Sequence[float], planned_seconds: float | None) -> str:
+    """Say how long steps took, and by how much that can be trusted: whether they vary, or differ from the plan.
+
+    Args:
+        measured_seconds: of each step.
+        planned_seconds: of a step; None where the plan has none.
+    """
+    in_order = sorted(measured_seconds)
+    median, one = statistics.median(in_order), int(len(in_order) >= FEWEST_FOR_OUTLIERS)
+    words = f"{len(measured_seconds)} steps of {format_seconds(median)}"
+    if planned_seconds is None:
+        return words
+    words += f" ({format_seconds(planned_seconds)} planned)"
+    if in_order[-1 - one] > NOISY * in_order[one]:
+        return f"{words}, {format_seconds(in_order[0])} to {format_seconds(in_order[-1])}: noisy"
+    if median > NOISY * planned_seconds:
+        return f"{words}: slower than when layers were measured"
+    if planned_seconds > NOISY * median:
+        return f"{words}: faster than when layers were measured"
+    return words
 
 
 def _compared(timeline: MeasuredTimeline, plan: Plan) -> TimelineComparison:
