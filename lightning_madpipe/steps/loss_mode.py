@@ -13,7 +13,8 @@ that gives the loss of the batch. It is tried again
   epoch if the last trial is 64 steps ago;
 - before steps 2, 4, 8, ..., 128, and before each 128th from there on, whatever the batches are.
 
-Where the pipeline never drains (``weight_versions``) a trial brings it to rest, and a batch that shows a sign of
+Where the pipeline never drains (``weight_versions``) a trial brings it to rest: behind four beside the regular
+ones, those for values that no batch had before come at intervals that double. And a batch that shows a sign of
 another loss cannot be given up: the next one is tried, before it is trained on. A loss that has to be computed
 once is refused there.
 
@@ -197,7 +198,8 @@ class LossOfBatches:
         untried = [self._fitting is None and len(run.micro_batches) > 1 for run in window]
         due = [has_changed or self._is_due() or untried[0], *untried[1:]]
         found = self._on_any([*differing, *due])
-        self._is_sure = self._fitting is None or not found[len(window)]
+        has_waited = self._never_drains and self._num_rests >= RESTS_TOLD_OF
+        self._is_sure = self._fitting is None or not (found[len(window)] or has_waited)
         wanted = [any(both) for both in zip(found[: len(window)], found[len(window) :], strict=True)]
         if self._never_drains and any(wanted) and not self._is_due():
             self._num_rests += 1
@@ -205,7 +207,8 @@ class LossOfBatches:
                 announce(
                     f"the loss has been tried in {self._num_rests} of {self._num_steps} steps beside those in "
                     "which it is anyway, because batches differ in values of labels or the module has changed; "
-                    "the pipeline drains for each: loss='mean' leaves them out, if the loss is a mean over samples"
+                    "the pipeline drains for each. From here on batches that differ in values alone are tried "
+                    "less and less often; loss='mean' leaves all of it out, if the loss is a mean over samples"
                 )
         self._try_those(window, flushes, wanted, is_last=is_last)
 
@@ -246,7 +249,18 @@ class LossOfBatches:
             theirs = None if given is None else normalized(given, other)
             if theirs is None or numpy.any(numpy.abs(theirs - factors) > SAME * numpy.abs(factors).max()):
                 return True
-        return self._tracked.is_new(self._features(run), own)
+        return not self._waits and self._tracked.is_new(self._features(run), own)
+
+    @property
+    def _waits(self) -> bool:
+        """Whether it is too early to try a batch that differs from those before in its values alone.
+
+        Of labels with many values, such as words, each batch does, and in a pipeline that never drains each trial
+        costs a drain. So behind the fourth irregular trial that has shown nothing the steps between two double.
+        """
+        more = self._num_rests - RESTS_TOLD_OF
+        since = self._num_steps - self._last_trial
+        return self._never_drains and more >= 0 and since < min(MOST_STEPS_BETWEEN, 2 ** (more + 1))
 
     def _weights(self, run: BatchRun) -> dict[Weight, Any]:
         return weights_of(self._views(run), run.sizes, class_weights_of(outside_pipeline(self.module)))
