@@ -246,16 +246,25 @@ def more_runs_ahead_than_a_batch(_: Path) -> None:
 
 
 def forwards_and_backwards_use_the_same_weights(_: Path) -> None:
-    """In all bits, whatever was updated in between; and no more versions are held than the plan says."""
+    """In all bits, whatever was updated in between; and no more versions are held than the plan says.
+
+    Of what rule each version is, too: along a micro-batch one in ``vertical-sync``, that of its batch in ``2bw``.
+    """
     data = batches(8)
     for mode, (devices, cuts) in zip(MODES, maps() * 2, strict=False):
         engine = begin(plan_for(devices, cuts, mode), OPTIMIZERS["sgd"])
         used: dict[tuple[int, int], list[torch.Tensor]] = {}
         held: dict[int, int] = {}
+        numbers: dict[tuple[int, int], int] = {}
         plain = type(engine)._run
 
         def run(
-            instruction: Any, engine: Any = engine, plain: Any = plain, used: Any = used, held: Any = held
+            instruction: Any,
+            engine: Any = engine,
+            plain: Any = plain,
+            used: Any = used,
+            held: Any = held,
+            numbers: Any = numbers,
         ) -> None:
             if isinstance(instruction, Compute):
                 stage, number = instruction.stage, instruction.micro_batch
@@ -263,7 +272,7 @@ def forwards_and_backwards_use_the_same_weights(_: Path) -> None:
                 weights = [each.detach().clone() for each in versions.parameters]
                 held[stage] = max(held.get(stage, 0), versions.num_held)
                 if instruction.kind == "F":
-                    used[stage, number] = weights
+                    used[stage, number], numbers[stage, number] = weights, versions.current
                 else:
                     both = zip(used.pop((stage, number)), weights, strict=True)
                     assert all(torch.equal(one, other) for one, other in both)
@@ -273,6 +282,16 @@ def forwards_and_backwards_use_the_same_weights(_: Path) -> None:
         items = mine(engine, data)
         [call(engine, items) for _ in data]
         assert not used
+        along: dict[int, list[int]] = {}
+        for theirs in gather_objects(numbers):
+            for (_, number), version in sorted(theirs.items()):
+                along.setdefault(number, []).append(version)
+        assert len(along) == 8 * NUM_MICRO_BATCHES
+        for number, versions in along.items():
+            assert len(versions) == len(devices), (mode, number, versions)
+            assert mode == "stashing" or len(set(versions)) == 1, (mode, number, versions)
+            assert mode != "2bw" or versions[0] == max(0, number // NUM_MICRO_BATCHES - 1)
+        assert mode != "stashing" or any(len(set(versions)) > 1 for versions in along.values())
         planned = engine.plan.versions
         for stage, most in held.items():
             assert most == planned.num_held(stage), (mode, stage, most, planned.num_held(stage))
@@ -739,5 +758,10 @@ CASES = {
         what_asynchronous_training_refuses,
     ],
     3: [],
-    4: [delayed_updates_equal_one_process, weights_in_bf16_and_zero_1, two_pipelines_without_a_drain],
+    4: [
+        forwards_and_backwards_use_the_same_weights,
+        delayed_updates_equal_one_process,
+        weights_in_bf16_and_zero_1,
+        two_pipelines_without_a_drain,
+    ],
 }

@@ -47,6 +47,11 @@ class Weights:
         self._held: dict[int, list[torch.Tensor]] = {0: self._storages()}
 
     @property
+    def current(self) -> int:
+        """Number of the version whose values the parameters have."""
+        return self._current
+
+    @property
     def num_held(self) -> int:
         """Number of versions that have storages now."""
         return len(self._held)
