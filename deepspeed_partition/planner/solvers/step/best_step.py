@@ -167,7 +167,10 @@ def _search_recomputing(problem: Problem, searches: Searches, cuts: Cuts | None)
         if searches.shared and searches.every in lacking:
             search = searches.every
             search.deadline = problem.deadline.part(SEARCH_SHARE)
-            MixedChoices(given, search).search_shared()
+            mixed = MixedChoices(given, search)
+            mixed.search_shared()
+            # A shorter step than any so far leads to other partitions.
+            mixed.search_contiguous(cuts)
             if not problem.flushes:
                 PartlyRecomputing(given, search).search_all()
 
