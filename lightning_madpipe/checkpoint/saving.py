@@ -37,6 +37,10 @@ SAVED_BY_ALL = (
     "each rank has a part of the model, so call trainer.save_checkpoint(path) on every rank, and not under a "
     "condition such as `if trainer.is_global_zero` or in a function with @rank_zero_only: each file comes once"
 )
+GATHERED_FROM_ALL = (
+    "each rank has a part of the model, so call it on every rank, and use what it returns on rank 0; the others "
+    "get nothing"
+)
 MEETING_SECONDS = 20.0
 """How long a rank with an exception waits for the others before it gives up the checkpoint of it."""
 
@@ -96,7 +100,8 @@ class Checkpointing(DeepSpeedStrategy):
         checkpoint, whose weights DeepSpeed writes, it is this rank's part, by the same names.
 
         Raises:
-            MisconfigurationException: the ranks were forked from this process, and have ended.
+            MisconfigurationException: the ranks were forked from this process, and have ended; or some rank did
+                not come.
         """
         if self.pipeline is None:
             raise self._lightning.refusal(
@@ -105,6 +110,8 @@ class Checkpointing(DeepSpeedStrategy):
                 "ModelCheckpoint in fit, or trainer.save_checkpoint in a hook, all of it"
             )
         collect = checkpoint_folders.consolidated_state if self._dumps_weights else checkpoint_folders.local_state
+        if self._dumps_weights and self.pipeline.num_stages > 1:
+            self._wait_for_all("trainer.strategy.lightning_module_state_dict()", GATHERED_FROM_ALL)
         # Who looks at what a hook makes of its rank's weights is not to take the whole for a part.
         with self.pipeline.layers_of_user.lent(), torch._C.DisableTorchFunction():
             return collect(self._module, self.pipeline, self._names)
@@ -124,7 +131,7 @@ class Checkpointing(DeepSpeedStrategy):
     def _dump_checkpoint(self, dump: Callable[..., Any], connector: Any, weights_only: bool | None = None) -> Any:
         if connector.trainer.interrupted:
             self._meet()
-        self._wait_for_all_to_save()
+        self._wait_for_all("trainer.save_checkpoint()", SAVED_BY_ALL)
         self._rest_before_checkpoint()
         self._dumps_weights = bool(weights_only)
         try:
@@ -137,8 +144,8 @@ class Checkpointing(DeepSpeedStrategy):
         finally:
             self._dumps_weights = True
 
-    def _wait_for_all_to_save(self) -> None:
-        """Wait for the ranks that have a part of the model.
+    def _wait_for_all(self, call: str, what_to_do: str) -> None:
+        """Wait for the ranks that have a part of the model to come to the same call.
 
         Raises:
             MisconfigurationException: some rank did not come.
@@ -148,7 +155,7 @@ class Checkpointing(DeepSpeedStrategy):
         engine = self.deepspeed_engine
         wants_to_stop = getattr(engine, "wants_to_stop", None) or (lambda: False)
         try:
-            wait_for_all("trainer.save_checkpoint()", SAVED_BY_ALL, say=log_here, is_asked_to_end=wants_to_stop)
+            wait_for_all(call, what_to_do, say=log_here, is_asked_to_end=wants_to_stop)
         except RuntimeError as error:
             raise self._lightning.refusal(str(error)) from None
 

@@ -833,6 +833,7 @@ class SavesOnRankZero(pl.Callback):
                     patch.object(saving, "log_here", self.said.append),
                 ):
                     self.refused.append(refused(lambda: trainer.save_checkpoint(self.path)))
+                    self.refused.append(refused(trainer.strategy.lightning_module_state_dict))
         trainer.strategy.barrier()
         trainer.save_checkpoint(self.path)
 
