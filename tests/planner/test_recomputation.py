@@ -27,6 +27,8 @@ from deepspeed_partition.planner.solvers.contiguous import recomputing
 from deepspeed_partition.planner.solvers.contiguous.recomputing import best_recomputing_partition, least_bytes
 from deepspeed_partition.planner.solvers.interface import Problem
 from deepspeed_partition.planner.solvers.pattern import one_f_one_b
+from deepspeed_partition.planner.solvers.step import best_step
+from deepspeed_partition.planner.solvers.step.recomputing_step import MixedChoices
 from deepspeed_partition.planner.solvers.step.step_search import DepthRule, step_engine
 from deepspeed_partition.planner.solvers.uniform_recomputation import uniform_choices
 from tests.planner.instances import chain, problem_of, random_instance
@@ -209,6 +211,20 @@ def test_a_step_is_never_longer_than_under_a_uniform_choice(seed):
     if least < float("inf"):
         plan = make_plan(made, platform, num_micro_batches=4)
         assert plan.step is not None and plan.step.step_seconds <= least
+
+
+def test_the_even_partition_is_tried_before_long_searches(monkeypatch):
+    """A limit may end before these have found anything: here they do nothing."""
+    monkeypatch.setattr(best_step, "_adopt", lambda *others: None)
+    for name in ("search_contiguous", "search_shared"):
+        monkeypatch.setattr(MixedChoices, name, lambda *others: None)
+    made = chain([1.0] * 12, [2.0] * 12, weights=[10] * 12, stash=[100] * 12)
+    platform = Platform(num_devices=4, memory_bytes=1200, bandwidth=1e9)
+    contiguous, even = (
+        seconds_of(make_plan(made, platform, algorithm, num_micro_batches=8, recompute="block"))
+        for algorithm in ("contiguous", "uniform")
+    )
+    assert contiguous <= even
 
 
 def saving_choices(problem: Problem, stage: tuple[int, int], mode: str) -> list[tuple[int, Blocks]]:
