@@ -32,6 +32,7 @@ from deepspeed_partition.planner.solvers.step.partly_recomputing import PartlyRe
 from deepspeed_partition.planner.solvers.step.recomputing_step import (
     MixedChoices,
     lacks_room,
+    wanted_in_flight,
 )
 from deepspeed_partition.planner.solvers.step.step_bounds import step_lower_bound
 from deepspeed_partition.planner.solvers.step.step_search import StepSearch, step_engine
@@ -40,9 +41,9 @@ from deepspeed_partition.planner.solvers.uniform_recomputation import Uniform, u
 CONTIGUOUS_SHARE, SEARCH_SHARE = 0.6, 0.85
 """Shares of the time that is left: for contiguous partitions where others follow, and for all that is searched.
 The rest is for the full steps of the best, and for the pattern of an allocation that has none yet."""
-PLAIN_SHARE, UNIFORM_SHARE = 0.5, 0.3
-"""Shares of the time that is left, where layers may be recomputed: for the search without that, and with each
-uniform choice."""
+FIRST_SHARE, PLAIN_SHARE, UNIFORM_SHARE = 0.3, 0.5, 0.3
+"""Shares of the time that is left, where layers may be recomputed: for what the first partitions may recompute,
+for the search without that, and with each uniform choice."""
 
 
 def with_best_step(problem: Problem, answer: Answer) -> Answer:
@@ -85,7 +86,13 @@ class Searches:
 
 
 def searched(
-    problem: Problem, cuts: Cuts | None, patterns: Sequence[Pattern], *, shared: bool, share: float = SEARCH_SHARE
+    problem: Problem,
+    cuts: Cuts | None,
+    patterns: Sequence[Pattern],
+    *,
+    shared: bool,
+    share: float = SEARCH_SHARE,
+    contiguous: StepSearch | None = None,
 ) -> Searches:
     """Return the search for the shortest step, at its end but for the orders that are changed one by one.
 
@@ -94,8 +101,9 @@ def searched(
         patterns: patterns of allocations with several stages on a device.
         shared: whether devices may have several stages.
         share: the part of the time that is left for it.
+        contiguous: a search that goes on with contiguous partitions; by default a new one.
     """
-    contiguous = StepSearch(problem)
+    contiguous = contiguous or StepSearch(problem)
     if not shared:
         if cuts is not None:
             contiguous.deadline = problem.deadline.part(share)
@@ -112,7 +120,7 @@ def searched(
         contiguous.must_find = not every.found
         contiguous.deadline = problem.deadline.part(share * CONTIGUOUS_SHARE / SEARCH_SHARE)
         contiguous.search_contiguous(cuts)
-        searches.take_over()
+    searches.take_over()
     every.deadline = problem.deadline.part(share)
     every.search_shared(patterns)
     if interleaving is not None:
@@ -130,8 +138,11 @@ def best_recomputing_step(
         patterns: of allocations in which nothing is recomputed.
     """
     plain = replace(problem, recomputation=None)
+    contiguous = StepSearch(plain)
+    _try_first(problem, contiguous, cuts)
     best = best_partition(plain.times, plain.table, plain.constraints, plain.deadline)
-    searches = searched(plain, None if best is None else best.cuts, patterns, shared=shared, share=PLAIN_SHARE)
+    plain_cuts = None if best is None else best.cuts
+    searches = searched(plain, plain_cuts, patterns, shared=shared, share=PLAIN_SHARE, contiguous=contiguous)
     _search_recomputing(problem, searches, cuts)
     MixedChoices(problem, searches.contiguous).try_all()
     searches.take_over()
@@ -147,8 +158,6 @@ def _search_recomputing(problem: Problem, searches: Searches, cuts: Cuts | None)
     assert problem.recomputation is not None
     both = (searches.contiguous, searches.every)
     lacking = [search for search in dict.fromkeys(both) if not search.found or lacks_room(problem, search)]
-    if searches.contiguous in lacking:
-        _try_first_partitions(problem, searches, cuts)
     modes = ["stage"] if problem.recomputation.mode == "stage" else ["stage", "block"]
     for mode in modes if lacking else ():
         if searches.every.found and problem.deadline.passed():
@@ -178,21 +187,21 @@ def _search_recomputing(problem: Problem, searches: Searches, cuts: Cuts | None)
                 PartlyRecomputing(given, search).search_all()
 
 
-def _try_first_partitions(problem: Problem, searches: Searches, cuts: Cuts | None) -> None:
-    """Try what the partition of the shortest period, and the even one, may recompute.
+def _try_first(problem: Problem, search: StepSearch, cuts: Cuts | None) -> None:
+    """Try what the even partition, and that of the shortest period, may recompute, where the even one lacks room.
 
     That takes little, and what comes next may take all of a short limit: with 64 devices a search of 3 s had a
     longer step than the even partition, which was found in 0.2 s.
     """
-    search = searches.contiguous
-    search.start_again()
-    search.deadline = problem.deadline.part(CONTIGUOUS_SHARE if searches.shared else SEARCH_SHARE)
-    allowed = problem.constraints.allowed(problem.table)
-    mixed, even = MixedChoices(problem, search), uniform(problem.chain, problem.constraints.max_stages)
-    for each in dict.fromkeys((even,) if cuts is None else (cuts, even)):
+    even = uniform(problem.chain, problem.constraints.max_stages)
+    allowed, room = problem.constraints.allowed(problem.table), problem.table.max_in_flight
+    if all(room[stage] >= wanted_in_flight(problem) for stage in pairwise(even)):
+        return
+    search.deadline = problem.deadline.part(FIRST_SHARE)
+    for each in dict.fromkeys((even,) if cuts is None else (even, cuts)):
         if all(allowed[stage] for stage in pairwise(each)) and not search.ended():
-            mixed.try_partition(each)
-    searches.take_over()
+            MixedChoices(problem, search).try_partition(each)
+    search.start_again()
 
 
 def _adopt(searches: Searches, lacking: Sequence[StepSearch], choice: Uniform) -> None:

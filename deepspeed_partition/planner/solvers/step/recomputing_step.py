@@ -38,14 +38,20 @@ NUM_SHARED = 3
 """Number of allocations with several stages on a device for which some are."""
 
 
+def wanted_in_flight(problem: Problem) -> int:
+    """Return how many micro-batches in flight hide all transfers of a contiguous partition: 2 P - 1, or all."""
+    assert problem.num_micro_batches is not None
+    return min(problem.num_micro_batches, 2 * problem.constraints.max_stages - 1)
+
+
 def lacks_room(problem: Problem, search: StepSearch) -> bool:
     """Return whether memory may keep the best step that was found from being shorter.
 
     It does not where each stage that a device may run in the time of the step has room for as many micro-batches
     in flight as hide all transfers, 2 P - 1.
     """
+    wanted = wanted_in_flight(problem)
     assert problem.num_micro_batches is not None
-    wanted = min(problem.num_micro_batches, 2 * problem.constraints.max_stages - 1)
     compute, table = problem.times.compute, problem.table
     loads = compute[None, :] - compute[:, None]
     short = loads <= search.best / problem.num_micro_batches
