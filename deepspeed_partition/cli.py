@@ -53,13 +53,14 @@ from deepspeed_partition.planner.planning.make_plan import make_plan
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES, Chain, Platform
 from deepspeed_partition.planner.remedies import with_remedies
 from deepspeed_partition.planner.replication import Replicated, plan_replicated
-from deepspeed_partition.planner.report import draw
+from deepspeed_partition.planner.report import draw, draw_timelines
 from deepspeed_partition.planner.report.comparison import COMPARED, compare
 from deepspeed_partition.planner.report.frontier import frontier
 from deepspeed_partition.planner.report.memory_report import explain_memory, memory_text
 from deepspeed_partition.planner.report.page import plan_page
 from deepspeed_partition.planner.report.pictures import comparison_svg, frontier_svg
 from deepspeed_partition.planner.report.planned_run import planned_run, repeats_pattern
+from deepspeed_partition.planner.report.terminal import as_text
 from deepspeed_partition.planner.report.timeline import MeasuredTimeline
 from deepspeed_partition.planner.report.trace import PLUGIN_SUFFIX, chrome_trace
 from deepspeed_partition.planner.simulate.replay import replay
@@ -69,7 +70,7 @@ from deepspeed_partition.planner.weight_versions import FLUSH
 from deepspeed_partition.schedule.other_runtimes import megatron_layout, torch_csv
 from deepspeed_partition.versions import HostError
 
-TIMELINE_LABEL = len("device 100 ||") + draw.BUSY
+TIMELINE_LABEL = len("device 100 ||") + draw_timelines.BUSY
 """Columns beside those of a timeline."""
 DONE, CHECK_FAILED, BAD_INPUT, NO_PLAN_FITS, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -489,11 +490,11 @@ def show(plan: str, memory: bool, chain_file: str | None, as_json: bool) -> None
     width, colour = _width(), _colour()
     click.echo(draw.summary(made, width, colour=colour))
     room = max(40, width - TIMELINE_LABEL)
-    parts = [draw.timeline(made, room, colour=colour)] if repeats_pattern(made) else []
+    parts = [draw_timelines.timeline(made, room, colour=colour)] if repeats_pattern(made) else []
     if made.step is not None:
         run = planned_run(made)
-        parts += [draw.planned_timeline(run, made.platform, room, colour=colour)] if run.is_step else []
-        parts += [order] if (order := draw.step_order(made, width)) else []
+        parts += [draw_timelines.planned_timeline(run, made.platform, room, colour=colour)] if run.is_step else []
+        parts += [order] if (order := draw_timelines.step_order(made, width)) else []
     click.echo("\n".join(parts), nl=False)
 
 
@@ -774,7 +775,7 @@ def _hand_over_replicated(found: Plan | Replicated, output: str | None, as_json:
     elif as_json:
         _print_json(found.to_dict())
     else:
-        table = draw.as_text([draw.replicated_table(found)], _width())
+        table = as_text([draw.replicated_table(found)], _width())
         click.echo(table + draw.replicated_words(found), nl=False)
 
 

@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_madpipe
-from deepspeed_partition.planner.report.draw import measured_step
+from deepspeed_partition.planner.report.draw_timelines import measured_step
 from deepspeed_partition.planner.report.timeline import MeasuredTimeline
 from deepspeed_partition.planner.units import format_seconds
 from deepspeed_partition.profiling import LiveBytes

@@ -27,7 +27,7 @@ from deepspeed_partition import (
     make_plan,
     replay,
 )
-from deepspeed_partition.planner.report.draw import timeline
+from deepspeed_partition.planner.report.draw_timelines import timeline
 from tests.exhaustive import some
 from tests.planner.instances import instances
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from deepspeed_partition import InfeasibleError, Plan, Platform, replay
 from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import Deadline
-from deepspeed_partition.planner.report import draw
+from deepspeed_partition.planner.report import draw_timelines
 from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.non_contiguous import madpipe
 from deepspeed_partition.planner.solvers.pattern import ilp
@@ -98,7 +98,9 @@ def test_several_stages_on_a_device_replay_draw_and_travel_through_a_file(tmp_pa
     assert not plan.is_contiguous and len(devices) > len(set(devices))
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
-    row = next(row for row in draw.timeline(plan).splitlines() if row.startswith(f"device {devices[-1]} "))
+    row = next(
+        row for row in draw_timelines.timeline(plan).splitlines() if row.startswith(f"device {devices[-1]} ")
+    )
     mine = [stage for stage, device in enumerate(devices) if device == devices[-1]]
     assert len(mine) == 2 and all(f"{kind}{stage}" in row for stage in mine for kind in "FB")
     assert f"lower bound {plan.lower_bound_seconds:.3f} s".replace(".000", "") in plan.summary().replace(

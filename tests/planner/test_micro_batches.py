@@ -22,7 +22,8 @@ from deepspeed_partition import (
     replay,
 )
 from deepspeed_partition.planner.plan import ChainReference, MemoryUse, PlannedStage, StepPlan
-from deepspeed_partition.planner.report.draw import step_order, summary, timeline
+from deepspeed_partition.planner.report.draw import summary
+from deepspeed_partition.planner.report.draw_timelines import step_order, timeline
 from deepspeed_partition.planner.report.memory_report import explain_memory
 from deepspeed_partition.planner.schedule import PlacedOperation
 from deepspeed_partition.planner.simulate.replay import replay_and_count

@@ -12,6 +12,7 @@ from deepspeed_partition.cli import run
 from deepspeed_partition.planner.report import draw
 from deepspeed_partition.planner.report.comparison import compare
 from deepspeed_partition.planner.report.frontier import frontier
+from deepspeed_partition.planner.report.terminal import as_text
 from tests.planner.instances import chain
 
 LAYERS = chain([3, 1, 4, 1, 5], [2, 7, 1, 8, 2], outputs=[1] * 5, stash=[4, 2, 6, 1, 3])
@@ -80,9 +81,9 @@ def test_tables_say_of_steps_what_is_proved_of_steps():
         # algorithm, step, its unit, its gap
         assert line.split()[3] == f"{row['step_gap']:.1%}"
     cut_short = frontier(LAYERS, PLATFORM, num_micro_batches=4, time_limit_seconds=2)
-    assert "yes" not in draw.as_text([draw.frontier_table(cut_short)])
+    assert "yes" not in as_text([draw.frontier_table(cut_short)])
     split = compare(LAYERS, PLATFORM, ("uniform",), num_micro_batches=4, data_parallel=1)
     assert split.step_lower_bound_seconds is None
     periods = compare(LAYERS, PLATFORM, ("madpipe", "contiguous"))
     assert {row["proved_of"] for row in periods.to_dict()["algorithms"] if row["proved"]} == {"period"}
-    assert "yes" in draw.as_text([draw.frontier_table(frontier(LAYERS, PLATFORM))])
+    assert "yes" in as_text([draw.frontier_table(frontier(LAYERS, PLATFORM))])

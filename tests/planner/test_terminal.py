@@ -12,7 +12,7 @@ from itertools import pairwise
 import pytest
 
 from deepspeed_partition import Chain, LayerProfile, Plan, Platform, cli, make_plan
-from deepspeed_partition.planner.report import draw
+from deepspeed_partition.planner.report import draw, draw_timelines
 from deepspeed_partition.planner.report.comparison import COMPARED, compare
 from deepspeed_partition.planner.report.frontier import Frontier
 from deepspeed_partition.planner.report.page import plan_page
@@ -114,7 +114,7 @@ def test_a_timeline_says_for_how_long_each_row_is_busy():
         made, Platform(num_devices=2, memory_bytes=10**12, bandwidth=1e12), [0, 20, 40], num_micro_batches=32
     )
     run = planned_run(plan, made)
-    rows = draw.planned_timeline(run, plan.platform, 40).splitlines()
+    rows = draw_timelines.planned_timeline(run, plan.platform, 40).splitlines()
     shares = {each.place: each.share for each in busy(plan)}
     for row in (row for row in rows if "|" in row):
         place, drawn, share = row.split("|")
@@ -227,7 +227,7 @@ def test_a_pattern_is_unrolled_for_every_micro_batch():
     for each in plan.operations:
         number[each.operation] += 3
     assert counts == number, "three periods of two micro-batches"
-    drawn = draw.planned_timeline(run, plan.platform, 60)
+    drawn = draw_timelines.planned_timeline(run, plan.platform, 60)
     assert drawn.startswith("6 micro-batches, ")
 
 

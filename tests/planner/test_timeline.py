@@ -16,7 +16,7 @@ from deepspeed_partition import Chain, InfeasibleError, Plan, PlanMismatchError,
 from deepspeed_partition.planner.clock import Clock
 from deepspeed_partition.planner.errors import TimelineFormatError
 from deepspeed_partition.planner.plan import StepPlan
-from deepspeed_partition.planner.report.draw import measured_step
+from deepspeed_partition.planner.report.draw_timelines import measured_step
 from deepspeed_partition.planner.report.timeline import MeasuredTimeline, TimedOperation, TimedStep, steps_in_words
 from deepspeed_partition.planner.simulate.replay_step import run_step
 from deepspeed_partition.planner.step import one_f_one_b_order
