@@ -22,7 +22,13 @@ from lightning_madpipe.finding.coarse_call import CoarseCall
 from lightning_madpipe.finding.example_batch import STEPS, example_batch
 from lightning_madpipe.finding.step_call import SeveralCallsError, StepCall, find_call
 from lightning_madpipe.module import HOW_TO_SAY_IT, PipelineCall, pipeline_of
-from lightning_madpipe.steps.batches import UncutBatchError, batch_size_of, not_by_samples, split_batch
+from lightning_madpipe.steps.batches import (
+    UncutBatchError,
+    batch_size_of,
+    not_by_samples,
+    split_batch,
+    with_own_objects,
+)
 from lightning_madpipe.steps.early_optimizers import optimizers_for_steps
 from lightning_madpipe.steps.followed_calls import key_of, trained_parts, undone, without_data_undone
 from lightning_madpipe.steps.hooks_that_collect import read_around
@@ -50,7 +56,7 @@ def _found(trainer: Any, module: Any, lightning: Lightning, num_micro_batches: i
     step = STEPS[trainer.state.fn.value]
     before = _call_before(module)
     try:
-        call = find_call(module, step, batch, lambda: undone(module, lightning))
+        call = find_call(module, step, with_own_objects(batch), lambda: undone(module, lightning))
     except SeveralCallsError as error:
         found = _several_calls(module, step, batch, before, error, lightning)
         if found is not before:
@@ -66,7 +72,8 @@ def _found(trainer: Any, module: Any, lightning: Lightning, num_micro_batches: i
         if isinstance(error, DrawsApartError):
             raise
         reason = state_of_other_size(module, (call.args, call.kwargs))
-        reason = reason or _why_not_in_pieces(module, step, whole, batch, lightning)
+        if reason is None and num_micro_batches > 1:
+            reason = _why_not_in_pieces(module, step, whole, batch, lightning)
         if reason is None:
             raise
         raise ValueError(f"{error}; {reason}") from error
@@ -84,7 +91,7 @@ def _why_not_in_pieces(module: Any, step: str, whole: Any, piece: Any, lightning
 
     def runs(batch: Any) -> bool:
         try:
-            call = find_call(module, step, batch, lambda: undone(module, lightning))
+            call = find_call(module, step, with_own_objects(batch), lambda: undone(module, lightning))
             with preserved_random_state(), undone(module, lightning), torch.no_grad():
                 module.get_submodule(call.path)(*call.args, **call.kwargs)
         except Exception:  # what it raises for the micro-batch says more

@@ -10,11 +10,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed_partition.engine.pipeline.drawn_data import Copies
 
@@ -25,18 +26,44 @@ JOINABLE = "return tensors or lists with an item per sample, in dicts, tuples or
 
 
 def tensors_of(batch: Any) -> Iterator[Tensor]:
-    """The tensors of nested mappings, lists, tuples and dataclasses, in order."""
+    """The tensors of nested mappings, lists, tuples and dataclasses, in order, and of objects within them."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif _has_children(batch):
+        for child in _children(batch):
+            yield from tensors_of(child)
+    else:
+        yield from _tensors_in_object(batch)
+
+
+def _tensors_to_cut(batch: Any) -> Iterator[Tensor]:
+    """The tensors of a batch but for those of objects, such as graphs, which are not cut."""
     if isinstance(batch, Tensor):
         yield batch
     else:
         for child in _children(batch):
-            yield from tensors_of(child)
+            yield from _tensors_to_cut(child)
+
+
+def _tensors_in_object(value: Any) -> Iterator[Tensor]:
+    """The tensors that an object has in its attributes, in those of objects there, and in their containers."""
+    todo, seen = [value], set[int]()
+    while todo:
+        each = todo.pop()
+        if isinstance(each, Tensor):
+            yield each
+        elif id(each) not in seen and not isinstance(each, type | FunctionType | ModuleType | nn.Module):
+            seen.add(id(each))
+            children = _children(each) if _has_children(each) else getattr(each, "__dict__", {}).values()
+            todo += reversed(list(children))
 
 
 def named_tensors_of(batch: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a batch, in order, each with the expression that finds it: ``batch['labels']``."""
     if isinstance(batch, Tensor):
         yield name, batch
+    elif not _has_children(batch):
+        yield from ((f"a tensor of {name}", tensor) for tensor in _tensors_in_object(batch))
     else:
         for key, child in zip(_names(batch), _children(batch), strict=False):
             yield from named_tensors_of(child, f"{name}[{key!r}]")
@@ -47,9 +74,39 @@ def own_copy(batch: Any) -> Any:
     copies = Copies()
 
     def copied(value: Any) -> Any:
-        return copies(value) if isinstance(value, Tensor | numpy.ndarray) else map_children(value, copied)
+        if isinstance(value, Tensor | numpy.ndarray):
+            return copies(value)
+        return copy_of_object(value) if is_object(value) else map_children(value, copied)
 
     return copied(batch)
+
+
+def is_object(value: Any) -> bool:
+    """Whether something in a batch is an object with tensors, such as a graph, which is never cut."""
+    return (
+        hasattr(value, "__dict__")
+        and not isinstance(value, Tensor)
+        and not _has_children(value)
+        and next(_tensors_in_object(value), None) is not None
+    )
+
+
+def copy_of_object(value: Any) -> Any:
+    """An object of a batch with tensors of its own: a step may set its attributes and change its tensors.
+
+    One that cannot be copied, as with an open file, is itself.
+    """
+    try:
+        return copy.deepcopy(value)
+    except (TypeError, RuntimeError):
+        return value
+
+
+def with_own_objects(batch: Any) -> Any:
+    """A batch with the same tensors, and copies of the objects in it, for a run of a step to see what it calls."""
+    if is_object(batch):
+        return copy_of_object(batch)
+    return batch if isinstance(batch, Tensor) else map_children(batch, with_own_objects)
 
 
 OF_AN_OBJECT = (
@@ -57,6 +114,9 @@ OF_AN_OBJECT = (
     "sizes the features of nodes (graphs, nodes, features) and the adjacency (graphs, nodes, nodes), padded, and "
     "a mask (graphs, nodes, 1)"
 )
+
+
+OR_WHOLE = "; or MadPipeStrategy(num_micro_batches=1), with which each batch passes whole, stage after stage"
 
 
 def _has_children(batch: Any) -> bool:
@@ -70,18 +130,34 @@ def batch_size_of(batch: Any) -> int:
         UncutBatchError: no tensor with a dimension 0; a sparse or nested tensor.
         ValueError: no sample in it.
     """
-    if any(map(_is_sparse_or_nested, tensors_of(batch))):
+    if any(map(_is_sparse_or_nested, _tensors_to_cut(batch))):
         raise UncutBatchError(
             "the batch holds a sparse or nested tensor, which cannot be cut into micro-batches: let the data "
             "loader return a padded or dense one (to_padded_tensor(), to_dense()), and change it back in a layer"
+            f"{OR_WHOLE}"
         )
-    size = next((tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim > 0), None)
+    size = next((tensor.shape[0] for tensor in _tensors_to_cut(batch) if tensor.ndim > 0), None)
     if size is None:
         raise UncutBatchError(
             f"the batch, a {type(batch).__name__}, holds no tensor whose dimension 0 counts its samples, "
             "in lists, tuples, dicts or dataclasses: return one from the data loader, so that the batch can be "
-            f"cut into micro-batches{'' if _has_children(batch) else OF_AN_OBJECT}"
+            f"cut into micro-batches{'' if _has_children(batch) else OF_AN_OBJECT}{OR_WHOLE}"
         )
+    if size == 0:
+        raise ValueError("the batch holds no samples: drop empty batches in the data loader")
+    return size
+
+
+def size_of(batch: Any, num_micro_batches: int) -> int:
+    """Samples in ``batch``, where it is cut; of one that passes whole the rows of its first tensor, or 1.
+
+    Raises:
+        UncutBatchError: it is to be cut, and cannot be.
+        ValueError: no sample in it.
+    """
+    if num_micro_batches > 1:
+        return batch_size_of(batch)
+    size = next((tensor.size(0) for tensor in tensors_of(batch) if tensor.ndim > 0), 1)
     if size == 0:
         raise ValueError("the batch holds no samples: drop empty batches in the data loader")
     return size
@@ -104,7 +180,8 @@ def split_batch(
 
     A batch of fewer samples gives a piece per sample. Tensors are cut along dimension 0 (views, not
     copies), and so are lists and tuples of one item per sample that hold no tensors, such as names.
-    What has no dimension 0 (numbers, strings, None) goes to every piece.
+    What has no dimension 0 (numbers, strings, None) goes to every piece. One micro-batch is the batch itself,
+    whatever it is.
 
     Args:
         uneven: The pieces are not all of one size, so that what depends on the number of samples shows it.
@@ -113,6 +190,9 @@ def split_batch(
     Raises:
         ValueError: no tensor to count samples by, or one whose dimension 0 has another length.
     """
+    if num_micro_batches == 1:
+        size_of(batch, 1)
+        return [batch]
     size = batch_size_of(batch)
     bounds = _bounds(size, min(num_micro_batches, size), uneven=uneven, ones_apart=ones_apart)
     return [_rows_of(batch, size, range(start, stop)) for start, stop in pairwise(bounds)]
@@ -268,8 +348,8 @@ def refuse_lists_of_samples(batch: Any, samples: int) -> None:
         UncutBatchError: it is one.
     """
     lists = list(_lists_of_tensors(batch))
-    rows = {tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim}
-    everything = sum(len(each) for each in lists) == sum(1 for tensor in tensors_of(batch) if tensor.ndim)
+    rows = {tensor.shape[0] for tensor in _tensors_to_cut(batch) if tensor.ndim}
+    everything = sum(map(len, lists)) == sum(1 for tensor in _tensors_to_cut(batch) if tensor.ndim)
     if lists and everything and len(rows) == 1 and samples not in rows and {*map(len, lists)} == {samples} != {1}:
         raise UncutBatchError(
             f"the batch has lists of {samples} tensors, one for each sample of the loader's batch_size, and all "
@@ -299,9 +379,9 @@ def _rows_of(batch: Any, size: int, rows: range | list[int]) -> Any:
             raise UncutBatchError(
                 f"a tensor of shape {tuple(batch.shape)} stands in a batch whose first tensor has {size} rows: "
                 "dimension 0 of every tensor must count the samples, so that the batch can be cut into "
-                "micro-batches (also for num_micro_batches=1, where layers are looked at on parts). Let "
-                "collate_fn pad tensors to a row per sample, and give the loaders of a CombinedLoader one "
-                "batch_size; make what belongs to no sample a buffer of the module"
+                "micro-batches. Let collate_fn pad tensors to a row per sample, and give the loaders of a "
+                "CombinedLoader one batch_size; make what belongs to no sample a buffer of the module"
+                f"{OR_WHOLE}"
             )
         return batch[rows.start : rows.stop] if isinstance(rows, range) else batch[rows]
     if isinstance(batch, list | tuple) and len(batch) == size and next(tensors_of(batch), None) is None:
@@ -317,6 +397,7 @@ def _rows_of(batch: Any, size: int, rows: range | list[int]) -> Any:
                 "several sizes: a batch is cut into micro-batches along dimension 0 of every tensor, which counts "
                 "the samples. Let collate_fn pad them to one tensor of a row per sample, with a mask "
                 "(torch.nn.utils.rnn.pad_sequence), and let the layers use the mask"
+                f"{OR_WHOLE}"
             )
     return map_children(batch, lambda child: _rows_of(child, size, rows))
 

@@ -19,7 +19,7 @@ from lightning_madpipe.finding.captured_call import CapturedCall, kind_of_sizes
 from lightning_madpipe.finding.captured_calls import CapturedCalls
 from lightning_madpipe.finding.step_call import call_among, trained
 from lightning_madpipe.module import PipelineCall
-from lightning_madpipe.steps.batches import tensors_of
+from lightning_madpipe.steps.batches import tensors_of, with_own_objects
 from lightning_madpipe.steps.own_generators import OwnGenerators
 from lightning_madpipe.steps.step_side_effects import Leftovers
 
@@ -51,13 +51,13 @@ def _call_of_step(module: Any, first: CapturedCall, step: str, batch: Any, light
     back = functools.partial(undone, module, lightning)
     if not isinstance(first, CapturedCalls):
         own, paths = trained(module)
-        made = call_among(module, step, batch, back, paths)
+        made = call_among(module, step, with_own_objects(batch), back, paths)
         if made is None:
             return first  # the step is told of that where it runs
         part = module.get_submodule(made[0].path)
         if part is not first.model and first.model in set(part.modules()):
             inner = [path for path in paths if module.get_submodule(path) is first.model]
-            made = call_among(module, step, batch, back, inner) or made
+            made = call_among(module, step, with_own_objects(batch), back, inner) or made
         call, line = made
         part = module.get_submodule(call.path)
         if part is first.model and first.holds_for(call.args, call.kwargs):

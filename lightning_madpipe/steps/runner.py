@@ -21,10 +21,10 @@ from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.unsupported import needs_two_samples
 from lightning_madpipe.steps.batch_runs import BatchRun, Piece, SamplesSelectedError
 from lightning_madpipe.steps.batches import (
-    batch_size_of,
     own_copy,
     refuse_lists_of_samples,
     shapes_of,
+    size_of,
     split_batch,
     tensors_of,
 )
@@ -423,7 +423,8 @@ class BatchRunner:
     def _cut(self, step: str, batch: Any, arguments: tuple[Any, ...], seed: int, *, uneven: bool) -> BatchRun:
         try:
             is_captured = self._pipeline.call_of_module.captured is not None
-            if step == "training_step" and not self._knows_lists:  # a later batch may be smaller
+            is_cut = self._num_micro_batches > 1
+            if is_cut and step == "training_step" and not self._knows_lists:  # a later batch may be smaller
                 self._knows_lists = True
                 if isinstance(samples := getattr(self._trainer.train_dataloader, "batch_size", None), int):
                     refuse_lists_of_samples(batch, samples)
@@ -439,7 +440,7 @@ class BatchRunner:
         micro_batches = [
             MicroBatch(
                 data=piece,
-                size=batch_size_of(piece),
+                size=size_of(piece, len(pieces)),
                 seed=seed + 15485863 * place,
                 place=place,
                 is_last=place == len(pieces) - 1,
@@ -447,7 +448,7 @@ class BatchRunner:
             )
             for place, piece in enumerate(pieces)
         ]
-        whole = MicroBatch(data=batch, size=batch_size_of(batch), seed=seed, **known)
+        whole = MicroBatch(data=batch, size=size_of(batch, len(pieces)), seed=seed, **known)
         return BatchRun(micro_batches, whole, tuple(tensors_of(batch)))
 
     def _again(self, run: BatchRun, uneven: bool) -> BatchRun:

@@ -20,7 +20,7 @@ from lightning_madpipe.compat.collective_calls import IN_A_STEP, collectives_ref
 from lightning_madpipe.compat.optimizer_counts import counts_told
 from lightning_madpipe.finding.step_call import line_of_users, replaced
 from lightning_madpipe.module import pipeline_of
-from lightning_madpipe.steps.batches import map_children, tensors_of
+from lightning_madpipe.steps.batches import copy_of_object, is_object, map_children, tensors_of
 from lightning_madpipe.steps.ending_contexts import EndingContexts
 from lightning_madpipe.steps.hook_values import refuse_in_loss
 from lightning_madpipe.steps.layers_call import LayersCall
@@ -211,7 +211,9 @@ def _say_of_files(sentence: str) -> None:
 
 
 def _cloned(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else map_children(value, _cloned)
+    if isinstance(value, Tensor):
+        return value.clone()
+    return copy_of_object(value) if is_object(value) else map_children(value, _cloned)
 
 
 @contextmanager

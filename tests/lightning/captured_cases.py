@@ -441,6 +441,61 @@ def experts(host: cases.Host) -> dict[str, Any]:
     return {**result, "not compared": [line for line in lines if "could not be compared" in line]}
 
 
+class Graphs:
+    """Several graphs as one, as graph libraries batch them: no dimension is that of samples in all tensors."""
+
+    def __init__(self, graphs: Sequence[tuple[torch.Tensor, torch.Tensor, int]]) -> None:
+        begins = itertools.accumulate((len(x) for x, _, _ in graphs), initial=0)
+        self.x = torch.cat([x for x, _, _ in graphs])
+        self.edge_index = torch.cat([e + begin for (_, e, _), begin in zip(graphs, begins, strict=False)], dim=1)
+        self.batch = torch.cat([torch.full((len(x),), place) for place, (x, _, _) in enumerate(graphs)])
+        self.y = torch.tensor([label for _, _, label in graphs])
+
+    def to(self, *_: Any, **__: Any) -> Graphs:
+        return self
+
+
+class Isomorphism(nn.Module):
+    """A layer that adds up neighbours."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, 8)
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(x.index_add(0, edge_index[1], x[edge_index[0]])))
+
+
+class GraphNetwork(Sgd):
+    """Sets an attribute of its batch, and changes a tensor of it in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList([Isomorphism(3), Isomorphism(8)]), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor, batch: torch.Tensor, num: int) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, edge_index)
+        return self.head(x.new_zeros(num, 8).index_add(0, batch, x))
+
+    def training_step(self, data: Graphs, batch_idx: int) -> torch.Tensor:
+        data.x = data.x * 2
+        data.x -= 0.5
+        return F.cross_entropy(self(data.x, data.edge_index, data.batch, len(data.y)), data.y)
+
+
+def graphs_as_they_are(host: cases.Host) -> dict[str, Any]:
+    """They were refused also where nothing is cut; runs that look at a step may not change the batch."""
+    generator = torch.Generator().manual_seed(7)
+    samples = []
+    for place in range(12):
+        num = 3 + place % 3
+        edges = torch.randint(0, num, (2, 2 * num), generator=generator)
+        samples.append((torch.randn(num, 3, generator=generator), edges, place % 3))
+    data = DataLoader(samples, batch_size=4, collate_fn=Graphs)  # type: ignore[arg-type]
+    return trained(host, GraphNetwork, data, {"num_micro_batches": 1})
+
+
 def unnamed(host: cases.Host) -> dict[str, Any]:
     return trained(host, Unnamed, cases.loader(NUM_SAMPLES))
 
@@ -1367,6 +1422,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         single_samples,
         one_sample_each,
         experts,
+        graphs_as_they_are,
         parts_alone,
         stateful,
         in_place,

@@ -34,7 +34,10 @@ from lightning_madpipe.steps.batches import (
     UncutBatchError,
     batch_size_of,
     fingerprint_of,
+    named_tensors_of,
+    own_copy,
     shapes_of,
+    size_of,
     split_batch,
 )
 from lightning_madpipe.steps.forward_reads import MOST_TIMES, ForwardWatch, Read, facts_of
@@ -564,8 +567,38 @@ def test_a_batch_that_is_an_object_is_told_what_to_return() -> None:
 
     with pytest.raises(UncutBatchError, match=r"a Graphs, holds no tensor .* adjacency \(graphs, nodes, nodes\)"):
         batch_size_of(Graphs())
-    with pytest.raises(UncutBatchError, match=r"cut into micro-batches$"):
+    with pytest.raises(UncutBatchError, match=r"cut into micro-batches; or MadPipeStrategy"):
         batch_size_of({"size": 3})
+
+
+class Graph:
+    """As torch_geometric has it: tensors in a mapping of an object within, which knows the one around it."""
+
+    def __init__(self) -> None:
+        self.store = SimpleNamespace(mapping={"x": torch.zeros(5, 3), "edge_index": torch.zeros(2, 7).long()})
+        self.store.around = self
+
+
+def test_a_batch_that_is_not_cut_passes_whole_whatever_it_is() -> None:
+    """Graphs were refused with one micro-batch, too, for nothing counted their samples."""
+    batch = {"x": torch.zeros(5, 3), "edge_index": torch.zeros(2, 7), "graph": Graph()}
+    assert split_batch(batch, 1) == [batch] and split_batch(batch["graph"], 1) == [batch["graph"]]
+    assert size_of(batch, 1) == 5 and size_of(torch.tensor(1.0), 1) == 1
+    assert size_of(torch.eye(3).to_sparse(), 1) == 3
+    with pytest.raises(ValueError, match="no samples"):
+        split_batch(torch.zeros(0, 3), 1)
+    with pytest.raises(UncutBatchError, match="num_micro_batches=1"):
+        split_batch(batch, 2)
+
+
+def test_tensors_of_an_object_are_compared_between_ranks_and_copied_for_a_step() -> None:
+    graph = Graph()
+    assert shapes_of({"graph": graph}) == ((5, 3), (2, 7))
+    before = fingerprint_of(graph)
+    assert len(before) == 2 == len(list(named_tensors_of(graph)))
+    copied = own_copy({"graph": graph})["graph"]
+    copied.store.mapping["x"] += 1
+    assert fingerprint_of(graph) == before != fingerprint_of(copied)
 
 
 @pytest.mark.parametrize("given, rule", [("max", "max"), (torch.mean, "mean"), (min, "min"), ("SUM", "sum")])
