@@ -28,8 +28,9 @@ def loss_depends_on_weights(step: str, called: str, name: str) -> str:
         f"the loss of {step} depends on weights in other ways than through {called} ({name}), such as by a "
         "penalty on self.parameters(), or by weights of its terms that are learned, or by a module that the step "
         "did not call when its layers were found, such as the head of another task, and no rank of a pipeline has "
-        "them all: use the optimizer's weight_decay; let the layers return what the loss needs; or call all such "
-        "modules for each batch and choose among their results, as by torch.where"
+        "them all: use the optimizer's weight_decay; let the layers return what the loss needs, of a head that "
+        "takes labels by calling it within forward() and self(x, y) in the step; or call all other such modules "
+        "for each batch and choose among their results, as by torch.where"
     )
 
 

@@ -44,6 +44,7 @@ from lightning_madpipe.steps.forward_reads import MOST_TIMES, ForwardWatch, Read
 from lightning_madpipe.steps.losses import error_in_words
 from lightning_madpipe.steps.metrics import copied
 from lightning_madpipe.steps.micro_batches import MicroBatch
+from lightning_madpipe.steps.other_weights import loss_depends_on_weights
 from lightning_madpipe.steps.step_results import result_of, rule_of
 from lightning_madpipe.steps.user_step import UserSteps
 from tests.lightning.lightning_cases import Classifier, SequentialClassifier, TiedLanguageModel
@@ -569,6 +570,12 @@ def test_a_batch_that_is_an_object_is_told_what_to_return() -> None:
         batch_size_of(Graphs())
     with pytest.raises(UncutBatchError, match=r"cut into micro-batches; or MadPipeStrategy"):
         batch_size_of({"size": 3})
+
+
+def test_a_head_that_takes_labels_is_told_the_way_that_trains() -> None:
+    """The way out of a margin softmax beside self() was one that its program did not see how to take."""
+    sentence = loss_depends_on_weights("training_step", "self()", "head.weight")
+    assert "a head that takes labels by calling it within forward() and self(x, y) in the step" in sentence
 
 
 class Graph:
