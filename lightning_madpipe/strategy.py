@@ -226,7 +226,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         if stage not in (0, 1):
             raise ValueError(f"stage is {stage!r}: a pipeline works with ZeRO stage 0 or 1")
         if loss not in LOSSES:
-            raise ValueError(f"loss is {loss!r}: it is one of {', '.join(map(repr, LOSSES))}")
+            raise ValueError(f"loss is {loss!r}: it must be one of {', '.join(map(repr, LOSSES))}")
         self.loss = loss
         super().__init__(
             zero_optimization=stage > 0,
@@ -379,8 +379,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             dist.barrier(own_groups().objects)
         except RuntimeError as error:  # after a run that ended so, in a script that went on
             raise self._lightning.refusal(
-                f"the processes cannot reach each other: a process of this job has ended, or hung up "
-                f"({str(error).splitlines()[0]}); start the job again, from a checkpoint"
+                "the processes cannot reach each other: a process of this job has ended, or closed its "
+                f"connections ({str(error).splitlines()[0]}); start the job again, from a checkpoint"
             ) from error
 
     def _configure_launcher(self) -> None:
@@ -798,19 +798,20 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             )
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Refuse to make the optimizer anew within a run: Lightning's other strategies do, where a hook asks.
+        """Refuse to make a new optimizer within a run: Lightning's other strategies do, where a hook asks.
 
         Raises:
             MisconfigurationException: always; the pipeline's engine makes its steps with the one of the beginning.
         """
         raise self._lightning.refusal(
-            "strategy.setup_optimizers() makes the optimizer anew, and the pipeline's engine steps with that of "
-            "the beginning of fit: put all parameters that may train later into a group in configure_optimizers, "
-            "with a learning rate of 0 that a hook sets later, or end this fit and call fit again"
+            "strategy.setup_optimizers() makes a new optimizer, and the pipeline's engine steps with the one that "
+            "it has had since fit began: put all parameters that may train later into a group in "
+            "configure_optimizers, with a learning rate of 0 that a hook sets later, or end this fit and call fit "
+            "again"
         )
 
     def _refuse_what_changed(self, trainer: Any) -> None:
-        """Refuse what the engine took when it began, and a hook has set anew since."""
+        """Refuse what the engine took when it began, and a hook has replaced since."""
         if self.optimizers[:1] != self._engine_optimizers:
             raise self._lightning.refusal(
                 f"trainer.optimizers has another optimizer ({type(self.optimizers[0]).__name__}) than when fit "
@@ -821,7 +822,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         if num_groups != self._num_groups and not self.wraps_optimizer:
             raise self._lightning.refusal(
                 f"the optimizer had {self._num_groups} parameter groups when fit began and has {num_groups} now "
-                "(add_param_group), and the pipeline's engine knows those of the beginning: make the group in "
+                "(add_param_group), and the pipeline's engine knows only those: make the group in "
                 "configure_optimizers, with a learning rate of 0 that a hook sets later, or fit once without and "
                 "once with the group"
             )

@@ -116,7 +116,7 @@ def test_what_is_found_late_is_said(two: Records) -> None:
         assert found[case]["once"] and found[case]["flushed"]
         [said] = [each for each in found[case]["said"] if "no mean over samples" in each]
         assert since in said
-        assert any("made anew" in each for each in found[case]["said"])
+        assert any("made again" in each for each in found[case]["said"])
     assert not found["denoising"]["once"] and found["denoising"]["weight"] == ["samples"]
     assert found["mix-up"]["once"]
     [stops] = [each for each in found["stopping"]["said"] if "sets trainer.should_stop for some" in each]

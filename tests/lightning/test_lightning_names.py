@@ -307,7 +307,7 @@ def test_parameters_of_an_optimizer_that_are_read_one_by_one_are_not_told(two: R
         ("StepsByPlace", "whose step of a parameter depends on which others it is given (by their places in"),
         (
             "OptimizersSetUp",  # an IndexError
-            "strategy.setup_optimizers() makes the optimizer anew, and the pipeline's engine steps with that of",
+            "strategy.setup_optimizers() makes a new optimizer, and the pipeline's engine steps with the one",
         ),
         ("ScheduledByOne", "head.weight is asked for on a rank that does not run its layer"),
         # After a move its lists were of other parameters than those beside them.
