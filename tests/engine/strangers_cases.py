@@ -1325,9 +1325,46 @@ def a_checkpoint_on_one_rank(folder: Path) -> None:
     assert engine.save_checkpoint(str(folder))
 
 
+class Views(nn.Module):
+    """Returns a tensor and its first two columns, in the same memory."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = self.linear(x)
+        return out, out[:, :2]
+
+
+class ChangesView(nn.Module):
+    """Changes the first two columns in place."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, out)
+
+    def forward(self, tensors: Any) -> torch.Tensor:
+        whole, columns = tensors
+        columns.mul_(2)
+        return self.linear(whole)
+
+
+def tensors_of_one_memory(_: Path) -> None:
+    """Behind a cut they are two, and what changes one leaves the other as it was: that is said once."""
+    specs = [LayerSpec(nn.Linear, 8, WIDTH), LayerSpec(Views, WIDTH), LayerSpec(ChangesView, WIDTH, 4)]
+    data = batches(2)
+    for method, num_lines in (([0, 1, 3], 0), ([0, 2, 3], 1)):
+        with heard() as said:
+            engine, _, _ = start(specs, method, optimizer=_sgd)
+            train(engine, data)
+        lines = [line for line in said if "tensors of one memory" in line]
+        assert len(lines) == num_lines and all("its outputs 0 and 1" in line for line in lines), lines
+
+
 CASES = [
     a_checkpoint_on_one_rank,
-    a_tensor_that_is_returned_twice,
+    a_tensor_that_is_returned_twice, tensors_of_one_memory,
     what_an_optimizer_keeps_of_its_weights_goes_with_them,
     optimizers_that_see_a_part, schedules_that_see_a_part,
     layers_that_remember,

@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from deepspeed_partition.engine.runtime.autograd_boundary import Arrived, Departed  # noqa: E402
+from deepspeed_partition.engine.runtime.shared_outputs import shared_places  # noqa: E402
 from deepspeed_partition.engine.runtime.transfers import HEADER_SIZE, Shapes  # noqa: E402
 
 
@@ -154,3 +155,15 @@ def test_a_header_tells_which_tensors_are_one():
         assert told == Shapes.of(boundary)
         made = told.empty(torch.device("cpu"))
         assert [made[0] is each for each in made] == [one is each for each in boundary]
+
+
+def test_tensors_that_share_elements():
+    """Halves of one memory beside each other share none, and neither do a tensor and itself."""
+    whole, other = torch.zeros(3, 8), torch.zeros(3, 8)
+    left, right = whole.chunk(2, dim=1)
+    assert shared_places((left, right, other)) is None
+    assert shared_places((whole, other, whole)) is None
+    assert shared_places((whole, whole[:0])) is None
+    assert shared_places((other, left, right, whole)) == (1, 3)
+    assert shared_places((left, whole[:, 3:5])) == (0, 1)
+    assert shared_places((whole.t(), other, whole[1])) == (0, 2)

@@ -67,6 +67,7 @@ from deepspeed_partition.engine.runtime.collectives import gather_objects, own_g
 from deepspeed_partition.engine.runtime.environment import announce, warn_once
 from deepspeed_partition.engine.runtime.first_failure import is_raised_by_all, raised_by_all
 from deepspeed_partition.engine.runtime.recorded_timeline import Recorder
+from deepspeed_partition.engine.runtime.shared_outputs import SharedOutputs
 from deepspeed_partition.engine.runtime.step_watch import StepWatch
 from deepspeed_partition.engine.runtime.transfers import Transfers
 from deepspeed_partition.engine.runtime.watch import watch
@@ -159,6 +160,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
         self._read_now: Any = None
         self._replaced = Replaced(self)
         self._lockstep = Lockstep(self._pipelines())
+        self._shared_outputs = SharedOutputs()
         self._passes, self._is_plain = PlainPasses(self), False
         self._computations = {
             "F": self._run_forward, "B": self._run_backward, "R": self._run_again, "I": self._run_first_half,
@@ -668,6 +670,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
         state = self.batch_state
         if not isinstance(outputs, torch.Tensor) or outputs.is_complex():
             _check_output(message, outputs)
+            self._shared_outputs.look(message.boundary, outputs)
         whole = outputs if isinstance(outputs, tuple) else (outputs,)
         leaving = state.between[message] = detached(outputs)
         if not torch.is_grad_enabled():
