@@ -86,13 +86,7 @@ class Searches:
 
 
 def searched(
-    problem: Problem,
-    cuts: Cuts | None,
-    patterns: Sequence[Pattern],
-    *,
-    shared: bool,
-    share: float = SEARCH_SHARE,
-    contiguous: StepSearch | None = None,
+    problem: Problem, cuts: Cuts | None, patterns: Sequence[Pattern], *, shared: bool, share: float = SEARCH_SHARE
 ) -> Searches:
     """Return the search for the shortest step, at its end but for the orders that are changed one by one.
 
@@ -101,9 +95,8 @@ def searched(
         patterns: patterns of allocations with several stages on a device.
         shared: whether devices may have several stages.
         share: the part of the time that is left for it.
-        contiguous: a search that goes on with contiguous partitions; by default a new one.
     """
-    contiguous = contiguous or StepSearch(problem)
+    contiguous = StepSearch(problem)
     if not shared:
         if cuts is not None:
             contiguous.deadline = problem.deadline.part(share)
@@ -138,13 +131,15 @@ def best_recomputing_step(
         patterns: of allocations in which nothing is recomputed.
     """
     plain = replace(problem, recomputation=None)
-    contiguous = StepSearch(plain)
-    _try_first(problem, contiguous, cuts)
+    first = _first_choices(problem, plain, cuts)
     best = best_partition(plain.times, plain.table, plain.constraints, plain.deadline)
-    plain_cuts = None if best is None else best.cuts
-    searches = searched(plain, plain_cuts, patterns, shared=shared, share=PLAIN_SHARE, contiguous=contiguous)
+    searches = searched(plain, None if best is None else best.cuts, patterns, shared=shared, share=PLAIN_SHARE)
+    if searches.every.out_of_time():  # else a short step would only narrow what follows
+        searches.contiguous.take_over(first)
+        searches.take_over()
     _search_recomputing(problem, searches, cuts)
     MixedChoices(problem, searches.contiguous).try_all()
+    searches.contiguous.take_over(first)
     searches.take_over()
     search = searches.every
     if shared:
@@ -187,21 +182,22 @@ def _search_recomputing(problem: Problem, searches: Searches, cuts: Cuts | None)
                 PartlyRecomputing(given, search).search_all()
 
 
-def _try_first(problem: Problem, search: StepSearch, cuts: Cuts | None) -> None:
-    """Try what the even partition, and that of the shortest period, may recompute, where the even one lacks room.
+def _first_choices(problem: Problem, plain: Problem, cuts: Cuts | None) -> StepSearch:
+    """Return a search for what the even partition, and that of the shortest period, may recompute; it is short.
 
-    That takes little, and what comes next may take all of a short limit: with 64 devices a search of 3 s had a
-    longer step than the even partition, which was found in 0.2 s.
+    What comes next may take all of a short limit: with 64 devices a search of 3 s had a longer step than the even
+    partition, which was found in 0.2 s. Nothing is tried where that has room for what hides transfers.
     """
+    search = StepSearch(plain)
     even = uniform(problem.chain, problem.constraints.max_stages)
     allowed, room = problem.constraints.allowed(problem.table), problem.table.max_in_flight
     if all(room[stage] >= wanted_in_flight(problem) for stage in pairwise(even)):
-        return
+        return search
     search.deadline = problem.deadline.part(FIRST_SHARE)
     for each in dict.fromkeys((even,) if cuts is None else (even, cuts)):
         if all(allowed[stage] for stage in pairwise(each)) and not search.ended():
             MixedChoices(problem, search).try_partition(each)
-    search.start_again()
+    return search
 
 
 def _adopt(searches: Searches, lacking: Sequence[StepSearch], choice: Uniform) -> None:
