@@ -133,6 +133,10 @@ class LayerMemory:
         # From here on the next layer uses the output.
         self.live.leave_out(tensors_of(output))
         self._around += _watch(_storages(tensors_of(output)))
+        # Labels, for one, which only the graph may keep.
+        own = {id(storage) for storage in self.live.storages()}
+        saved = _storages(held.tensor for held in self._saved)
+        self._around += _watch(storage for storage in saved if id(storage) not in own)
         # A loss is no tensor of the output, and nobody keeps it unless the graph does.
         loss_keys = keys_of(roots) - saved_keys
         self._inner = _watch(storage for storage in self.live.storages() if id(storage) not in loss_keys)
