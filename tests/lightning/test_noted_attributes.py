@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
+from deepspeed_partition.engine.pipeline.drawn_data import Originals
 from lightning_madpipe.compat.elsewhere import HiddenTensors
 from lightning_madpipe.steps.call_state import LayerAttributes
 from lightning_madpipe.steps.forward_reads import noted_reads
@@ -131,7 +132,7 @@ def test_layers_are_looked_at_anew_when_an_epoch_begins() -> None:
     """A hook between two epochs may have given a layer another container, whose changes would go unseen."""
     runner: Any = object.__new__(BatchRunner)
     looks: list[int] = []
-    runner._reading = SimpleNamespace(begins=False)
+    runner._reading, runner._originals = SimpleNamespace(begins=False), Originals()
     runner.steps = SimpleNamespace(call_states=SimpleNamespace(look_again=lambda: looks.append(1)))
     runner.begin_training_epoch()
     runner.begin_epoch()
