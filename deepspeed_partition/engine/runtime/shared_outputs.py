@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import combinations
 
 import torch
 
 from deepspeed_partition.engine.runtime.environment import warn_once
 
-_View = tuple[int, int, torch.Size, tuple[int, ...], int]
-"""Which of the memories of an output, and which of its elements, a tensor shows: offset, shape, strides, size."""
-
 
 class SharedOutputs:
     """Says once of each stage whose outputs share elements that a change of one does not change the other."""
 
     def __init__(self) -> None:
-        self._known: set[tuple[_View, ...]] = set()
+        self._known: set[Hashable] = set()
+        """Of outputs that share memory: for each its memory, offset, shape, strides and size of an element."""
 
     def look(self, stage: int, outputs: Sequence[torch.Tensor]) -> None:
         """Look at the outputs of a stage, which are told from each other by their memory at next to no cost."""
