@@ -26,6 +26,7 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from deepspeed_partition import Chain, Plan, Platform, make_plan, replay
+from deepspeed_partition.engine.pipeline.drawn_data import OwnMemory
 from deepspeed_partition.engine.runtime.collectives import from_rank_0, gather_objects
 from deepspeed_partition.profiling import counted_memory, profile_chain
 
@@ -87,7 +88,8 @@ def measured(chain: Chain, row: str) -> dict[str, Any]:
     """Return the peaks of a row on all ranks, and those of its plan."""
     num_ranks = dist.get_world_size()
     plan = from_rank_0(lambda: plan_of(chain, num_ranks, row))
-    data = itertools.cycle([(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)) for _ in range(4)])
+    micro_batches = [(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)) for _ in range(4)]
+    data = OwnMemory(itertools.cycle(micro_batches))  # or copies that wait would be counted
     with counted_memory() as counted:
         engine: Any = engine_for_plan(
             layers_for(num_ranks), plan, MODES[row], loss_fn, gradient_clipping=0.0,
