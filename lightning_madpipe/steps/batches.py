@@ -188,14 +188,33 @@ def split_batch(
         ones_apart: No piece has one sample where another one has more, for which code may go another way.
 
     Raises:
-        ValueError: no tensor to count samples by, or one whose dimension 0 has another length.
+        UncutBatchError: no tensor to count samples by, or an object beside tensors that has one, too.
+        ValueError: a tensor whose dimension 0 has another length.
     """
     if num_micro_batches == 1:
         size_of(batch, 1)
         return [batch]
     size = batch_size_of(batch)
+    _refuse_objects_of_samples(batch, size)
     bounds = _bounds(size, min(num_micro_batches, size), uneven=uneven, ones_apart=ones_apart)
     return [_rows_of(batch, size, range(start, stop)) for start, stop in pairwise(bounds)]
+
+
+def _refuse_objects_of_samples(batch: Any, size: int, name: str = "batch") -> None:
+    """Refuse an object beside tensors, such as a graph in a dict, whose tensors go by the samples, too.
+
+    Each micro-batch would get all of it. Other objects, such as settings, are for all samples.
+    """
+    if isinstance(batch, Tensor):
+        return
+    if _has_children(batch):
+        for key, child in zip(_names(batch), _children(batch), strict=False):
+            _refuse_objects_of_samples(child, size, f"{name}[{key!r}]")
+    elif size > 1 and any(each.ndim and each.size(0) == size for each in _tensors_in_object(batch)):
+        raise UncutBatchError(
+            f"{name} is a {type(batch).__name__} with a tensor whose dimension 0 is the number of samples, "
+            f"{size}, and objects are not cut into micro-batches{OF_AN_OBJECT}{OR_WHOLE}"
+        )
 
 
 def _bounds(size: int, num_pieces: int, *, uneven: bool, ones_apart: bool) -> list[int]:

@@ -586,6 +586,20 @@ class Graph:
         self.store.around = self
 
 
+def test_objects_that_go_by_samples_are_not_given_whole():
+    """Each micro-batch would get all graphs beside its own labels. What has no row per sample goes to each."""
+    settings_of_all = SimpleNamespace(scale=torch.ones(3), name="settings")
+    labels = torch.arange(4)
+    first, second = split_batch({"settings": settings_of_all, "labels": labels}, 2)
+    assert first["settings"] is second["settings"] is settings_of_all and second["labels"].tolist() == [2, 3]
+    graph = SimpleNamespace(nodes=SimpleNamespace(x=torch.zeros(9, 2)), targets=[torch.zeros(4)])
+    with pytest.raises(
+        ValueError, match=r"batch\['graph'\] is a SimpleNamespace .* number of samples, 4, and objects"
+    ):
+        split_batch({"graph": graph, "labels": labels}, 2)
+    assert len(split_batch({"graph": graph, "labels": labels[:1]}, 2)) == 1
+
+
 def test_a_batch_that_is_not_cut_passes_whole_whatever_it_is() -> None:
     """Graphs were refused with one micro-batch, too, for nothing counted their samples."""
     batch = {"x": torch.zeros(5, 3), "edge_index": torch.zeros(2, 7), "graph": Graph()}
