@@ -11,9 +11,10 @@ from torch.utils import _pytree as pytree
 
 
 def own_copy(value: Any) -> Any:
-    """The same with a copy of each tensor and array, in tuples, lists and dicts; anything else is itself.
+    """Return a micro-batch with a copy of each tensor and array in its tuples, lists and dicts.
 
-    A tensor that needs a gradient is itself: nobody can fill it again.
+    Anything else in it is not copied, and neither is a tensor that needs a gradient, which no iterator can fill
+    again.
     """
     return pytree.tree_map(Copies(), value)
 

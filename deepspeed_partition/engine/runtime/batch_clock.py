@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
-from deepspeed_partition.engine.runtime.step_clock import Place, place_of
+from deepspeed_partition.engine.runtime.step_clock import Place, mean_of, place_of
 from deepspeed_partition.planner.report.step_figures import RankSteps
 from deepspeed_partition.schedule.instructions import Update
 
@@ -78,14 +79,6 @@ class BatchClock:
         number = self._num_batches
         if not number:
             return None
-        means = {place: seconds / number for place, seconds in self._sums.items()}
-        steps = RankSteps(
-            num_steps=number,
-            step_seconds=self._seconds / number,
-            stage_seconds={place: each for place, each in means.items() if isinstance(place, int)},
-            waiting_seconds={place: each for place, each in means.items() if not isinstance(place, int)},
-            peak_bytes=peak_bytes,
-            versions_held=self._versions,
-        )
+        steps = replace(mean_of(number, self._seconds, self._sums, peak_bytes), versions_held=self._versions)
         self._clear()
         return steps

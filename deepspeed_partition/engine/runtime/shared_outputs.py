@@ -15,7 +15,8 @@ class SharedOutputs:
 
     def __init__(self) -> None:
         self._known: set[Hashable] = set()
-        """Of outputs that share memory: for each its memory, offset, shape, strides and size of an element."""
+        """Layouts of outputs that were looked at: of each tensor the number of its memory, its offset, shape and
+        strides in elements, and the bytes of an element."""
 
     def look(self, stage: int, outputs: Sequence[torch.Tensor]) -> None:
         """Look at the outputs of a stage, which are told from each other by their memory at next to no cost."""

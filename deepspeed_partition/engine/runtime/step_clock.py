@@ -9,7 +9,7 @@ waited for alone; they are read when the next step is over, for nobody waits for
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -104,20 +104,34 @@ class StepClock:
         number = self._num_steps
         if not number:
             return None
-        means = {place: each / number for place, each in self._sums.items()}
-        steps = RankSteps(
-            num_steps=number,
-            step_seconds=self._seconds / number,
-            stage_seconds={place: each for place, each in means.items() if isinstance(place, int)},
-            waiting_seconds={place: each for place, each in means.items() if not isinstance(place, int)},
-            peak_bytes=peak_bytes,
-        )
+        steps = mean_of(number, self._seconds, self._sums, peak_bytes)
         self.clear()
         return steps
 
 
 Place = int | tuple[int, int]
 """What takes time: a stage, by its number, or waiting because of a link, by the devices at its ends."""
+
+
+def mean_of(
+    num_steps: int, seconds: float, seconds_of: Mapping[Place, float], peak_bytes: int | None
+) -> RankSteps:
+    """Return the mean of some steps of a rank.
+
+    Args:
+        num_steps: how many, at least one.
+        seconds: of all of them.
+        seconds_of: of these, those of each stage and each link, summed.
+        peak_bytes: the most bytes that the rank held; None: they were not counted.
+    """
+    means = {place: each / num_steps for place, each in seconds_of.items()}
+    return RankSteps(
+        num_steps=num_steps,
+        step_seconds=seconds / num_steps,
+        stage_seconds={place: each for place, each in means.items() if isinstance(place, int)},
+        waiting_seconds={place: each for place, each in means.items() if not isinstance(place, int)},
+        peak_bytes=peak_bytes,
+    )
 
 
 class _Layout:
