@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class CapturedCalls(CapturedCall):
         self._step, self._paths = step, paths
         self.made: tuple[str, ...] = ()
         """The modules that are called, in order."""
+        self._around_call: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._error: Exception | None = None
         super().__init__(module, f"the modules of {step}()", (batch,), {}, first)
         if not self.made:
@@ -74,7 +75,8 @@ class CapturedCalls(CapturedCall):
                     return run(*args, **kwargs)
                 inside = True
                 try:
-                    returned = run(*args, **kwargs)
+                    with self._around_call():
+                        returned = run(*args, **kwargs)
                 except Exception:
                     raised.append(path)
                     raise
@@ -150,6 +152,10 @@ class CapturedCalls(CapturedCall):
 
     def as_called(self) -> AbstractContextManager[None]:
         return self._as_forward(self.model)
+
+    def each_within(self, context: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
+        """Let each call that the step makes run within ``context``; what it does by itself is outside of it."""
+        return replaced(self, "_around_call", context)
 
     def inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
         given = {name: leaf for name, leaf in self._named(args, kwargs).items() if isinstance(leaf, Tensor)}

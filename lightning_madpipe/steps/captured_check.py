@@ -7,7 +7,8 @@ is not compared.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,9 +16,13 @@ from torch import Tensor, nn
 
 from deepspeed_partition.capture.structure import flatten
 from deepspeed_partition.code_names import function_of, is_librarys, names_in
+from lightning_madpipe.finding.captured_calls import CapturedCalls
 from lightning_madpipe.module import PipelineCall, called_as_written
+from lightning_madpipe.steps.forward_reads import Read
 from lightning_madpipe.steps.hook_writes import writes_in_hooks
 from lightning_madpipe.steps.layer_check import LayerCheck, LayersDifferError, Verdict
+from lightning_madpipe.steps.step_side_effects import Leftovers, Place
+from lightning_madpipe.steps.watched_forward import WatchedForward
 
 
 class CapturedCheck(LayerCheck):
@@ -37,6 +42,10 @@ class CapturedCheck(LayerCheck):
             return _tensors_of(self._call.run(inputs))
 
         self._forward = forward
+        self._changed_in_calls: dict[Place, None] = {}
+        """What the calls of a step with several of them have changed, and not the step itself."""
+        self._reads_before_end: list[Read] = []
+        """What such a step has read until its last call ended."""
 
     def _draws(self) -> None:
         """Look at no draws: what draws between layers was refused when these were found."""
@@ -47,6 +56,42 @@ class CapturedCheck(LayerCheck):
     def _found(self) -> Verdict:
         with called_as_written(self._target):
             return super()._found()
+
+    def _run_forward(self, inputs: Sequence[Tensor], watched: WatchedForward, stack: ExitStack) -> Any:
+        if isinstance(self._call, CapturedCalls):
+            stack.enter_context(self._call.each_within(self._noted_call))
+        return super()._run_forward(inputs, watched, stack)
+
+    @contextmanager
+    def _noted_call(self) -> Iterator[None]:
+        with self._unnoted():
+            before = self._traces()
+        try:
+            yield
+        finally:
+            with self._unnoted():
+                self._changed_in_calls.update((change.place, None) for change in before.changes())
+            self._reads_before_end = list(self._reads_so_far)
+
+    @contextmanager
+    def _unnoted(self) -> Iterator[None]:
+        """Forget what is read meanwhile: to compare a module, all of it is read."""
+        known = dict(self._reads_so_far)
+        try:
+            yield
+        finally:
+            self._reads_so_far.clear()
+            self._reads_so_far.update(known)
+
+    def _changed_by_forward(self, before: Leftovers) -> list[Place]:
+        """What the model's code changes; a step that makes several calls runs itself and may read what it sets."""
+        is_step = isinstance(self._call, CapturedCalls)
+        return list(self._changed_in_calls) if is_step else super()._changed_by_forward(before)
+
+    def _read_by_forward(self) -> Collection[Read]:
+        """What the model's code reads; what a step reads behind its last call, the layers do not depend on."""
+        is_step = isinstance(self._call, CapturedCalls)
+        return self._reads_before_end if is_step else super()._read_by_forward()
 
     def _run_layers(self, first: int, last: int, passed: Any) -> Any:
         inputs = passed if isinstance(passed, tuple) else (passed,)

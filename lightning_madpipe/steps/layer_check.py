@@ -48,7 +48,7 @@ from lightning_madpipe.steps.module_state import (
     restore_buffers,
     silenced,
 )
-from lightning_madpipe.steps.step_side_effects import Leftovers
+from lightning_madpipe.steps.step_side_effects import Leftovers, Place
 from lightning_madpipe.steps.tensor_comparison import (
     are_same,
     close,
@@ -135,6 +135,8 @@ class LayerCheck:
         """What ``forward`` may read that hooks on layers write, which are called therefore."""
         self._in_segment = False
         self._reads: dict[Read, None] = {}
+        self._reads_so_far: dict[Read, None] = {}
+        """What has been read since ``forward`` began."""
         self._left: dict[Left, None] = {}
         self._put_back: Callable[[], None] = lambda: None
         """Gives the module and the layers the attributes that they had before ``forward`` ran."""
@@ -308,7 +310,7 @@ class LayerCheck:
             with (
                 self._context(),
                 watched.hooked(),
-                noted_reads(self._outside(), before.ignored) as reads,
+                noted_reads(self._outside(), before.ignored) as self._reads_so_far,
                 watched,
             ):
                 outputs = self._forward(self._module, *inputs)
@@ -319,17 +321,25 @@ class LayerCheck:
             for name in silent:
                 object.__delattr__(self._module, name)
             collected = {each.shown for each in self._collected}
-            self._reads.update((read, None) for read in reads if str(read) not in collected)
-            self._left.update(dict.fromkeys(self._left_by(before, within)))
+            self._reads.update((read, None) for read in self._read_by_forward() if str(read) not in collected)
+            changed = self._changed_by_forward(before)
+            self._left.update(dict.fromkeys(self._left_by(changed, within)))
             self._note_reads(list(watched.read_values))
-            changed = [place for place in (str(each.place) for each in before.changes()) if place not in collected]
-            told += [f"sets {place}" for place in changed]
+            told += [f"sets {place}" for place in map(str, changed) if place not in collected]
             if told:
                 kinds = list(dict.fromkeys(told))
                 self._notes.append(
                     f"forward() of {self._name} also {some(kinds)}, and is not run in a pipeline, which runs the "
                     "layers alone: do that in the steps"
                 )
+
+    def _changed_by_forward(self, before: Leftovers) -> list[Place]:
+        """What of the module ``forward`` has changed."""
+        return [change.place for change in before.changes()]
+
+    def _read_by_forward(self) -> Collection[Read]:
+        """What ``forward`` has read outside of the layers."""
+        return self._reads_so_far
 
     def _run_layers(self, first: int, last: int, passed: Any) -> Any:
         for layer, function in zip(self._layers[first:last], self._functions[first:last], strict=True):
@@ -652,10 +662,10 @@ class LayerCheck:
         inside = {part for layer in self._existing for part in layer.modules()}
         return {path: part for path, part in self._module.named_modules() if part not in inside}
 
-    def _left_by(self, before: Leftovers, within: Leftovers) -> Iterator[Left]:
+    def _left_by(self, changed: Sequence[Place], within: Leftovers) -> Iterator[Left]:
         """What ``forward`` and the layers have set; a buffer that changes is a statistic."""
         collected = {(id(each.owner), each.name) for each in self._collected}
-        for place in (change.place for change in before.changes()):
+        for place in changed:
             owner = self._module.get_submodule(place.owner) if place.kind == "attribute" else None
             if owner is not None and (id(owner), place.name) not in collected:
                 yield Left(None, place.owner, place.name)

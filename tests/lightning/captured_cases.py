@@ -309,6 +309,43 @@ class SeveralCalls(Sgd):
         self.log("val_loss", F.mse_loss(self.decoder(2.0 * hidden), batch[0]))
 
 
+class SeveralCallsKept(SeveralCalls):
+    """Keeps its losses for the end of the epoch, and the last one, which it reads itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss.detach())
+        self.last = loss.detach()
+        self.log("last", self.last)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("kept", torch.stack(self.losses).mean())
+        self.losses.clear()
+
+
+class SeveralCallsOneSets(SeveralCalls):
+    """Reads what one of the modules that it calls has set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = SetsItsSize(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) + 0.1 * self.encoder.size
+
+
+class SetsItsSize(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        self.size = x.square().mean()
+        return x
+
+
 class Thrice(Sgd):
     """Runs one block three times, as ALBERT does."""
 
@@ -378,6 +415,11 @@ def trained(
 
 def several_calls(host: cases.Host) -> dict[str, Any]:
     return trained(host, SeveralCalls, cases.loader(NUM_SAMPLES))
+
+
+def several_calls_kept(host: cases.Host) -> dict[str, Any]:
+    """The step was refused for reading "what self.forward() or a layer sets", which it had set itself."""
+    return trained(host, SeveralCallsKept, cases.loader(48))
 
 
 def one_block_thrice(host: cases.Host) -> dict[str, Any]:
@@ -1371,7 +1413,7 @@ def refused_modules(host: cases.Host) -> dict[str, Any]:
         Noisy, NoCall, OtherOrder, ChangingCall, Branching, BranchingInside, BranchingLoss, Resized, Generating,
         Unequal, Attached, RateInForward, RateOfTrainer, Carrying, CarryingForBatches, CarryingByLayers,
         MixedWindow, ByChance, ByChanceFound, Adjacent, AdjacentInLayers, SparseRows, FeaturedDeciding,
-        NeedsAHook, FourBlocks, Lazy,
+        NeedsAHook, FourBlocks, Lazy, SeveralCallsOneSets,
     ):  # fmt: skip
         if not is_chosen(build.__name__):
             continue
@@ -1412,6 +1454,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         translator,
         recurrent,
         several_calls,
+        several_calls_kept,
         one_block_thrice,
         deciding_blocks,
         deciding_model,

@@ -76,6 +76,7 @@ def test_dropout_draws_from_the_seed(two: Records) -> None:
         ("NeedsAHook", "before any hook of an epoch or a batch: set what it reads in __init__() or setup()"),
         ("Lazy", "self.net.0.weight and 3 more of Lazy has no shape before a first batch"),
         ("Lazy", "run the module on one batch before fit"),
+        ("SeveralCallsOneSets", "training_step reads self.encoder.size, which a layer sets while it runs"),
         ("Attached", "since self.encoder.gain.alpha has changed, the layers that were found of self()"),
     ],
 )
