@@ -7,19 +7,21 @@
     python main.py grid        periods on the evaluation grid of madpipe_vs_pipedream; --minutes: then it stops
     python main.py report      the tables, from results/
 
-Rows go to results/, one line each; a run goes on where the last one ended. The grid is planned from small settings
-(few layers times devices) to large ones, each size in an order drawn at random.
+Rows go to results/, one line each; a run goes on where the last one ended. The grid is planned in an order
+drawn at random from all its settings, the same in every run, so what is planned is a fair sample whenever it
+stops: the report counts the settings from the first of that order to the first without a row.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -51,6 +53,7 @@ VALUES = [
 """Stages, slots, micro-batches, forward, backward."""
 STEPS = [(5, 3, 15), (5, 3, 30), (5, 3, 60), (4, 2, 30), (8, 4, 32), (8, 4, 64)]
 PATTERNS = [(5, 3), (8, 4), (4, 2)]
+SEED_OF_GRID = 19
 NUM_BOUNDS, NUM_PATTERNS, NUM_UNEQUAL = 200, 50, 60
 SECONDS_EACH = {"steps": 8.0, "unequal": 4.0, "grid": 2.0}
 """Most seconds of the processor for a plan."""
@@ -186,7 +189,7 @@ def grid() -> Iterator[dict[str, Any]]:
     """Yield the periods of contiguous partitions in each way, on the settings that have no row."""
     chains = {chain.name: chain for chain in computed_chains()}
     done = {tuple(row["setting"]) for row in rows_of("grid")}
-    for setting in settings_of_grid(chains):
+    for setting in settings_of_grid():
         if tuple(vars_of(setting)) in done:
             continue
         chain = in_halves(counted(chains[setting.network], setting.kept))
@@ -196,12 +199,19 @@ def grid() -> Iterator[dict[str, Any]]:
         yield row
 
 
-def settings_of_grid(chains: Mapping[str, Chain]) -> list[Setting]:
-    """Return all settings of the evaluation grid, those with few layers times devices first."""
+def settings_of_grid() -> list[Setting]:
+    """Return all settings of the evaluation grid, under both ways of counting, in an order drawn at random."""
     path = next((HERE.parent / "madpipe_vs_pipedream" / "results").glob("*/contiguous.jsonl"))
     settings = sorted(read(path)[1])
-    random.Random(0).shuffle(settings)
-    return sorted(settings, key=lambda each: chains[each.network].num_layers * each.num_devices)
+    random.Random(SEED_OF_GRID).shuffle(settings)
+    return settings
+
+
+def sample_of_grid() -> list[dict[str, Any]]:
+    """Return the rows of the settings from the first of the order of the grid to the first without a row."""
+    rows = {tuple(row["setting"]): row for row in rows_of("grid")}
+    order = (tuple(vars_of(setting)) for setting in settings_of_grid())
+    return [rows[each] for each in itertools.takewhile(rows.__contains__, order)]
 
 
 def vars_of(setting: Setting) -> list[Any]:
@@ -295,7 +305,8 @@ def report() -> None:
             mean = math.exp(math.fsum(map(math.log, found)) / len(found))
             cells = f"{shorter} of {len(found)}", f"{mean:.3f}", f"{min(found):.3f}", f"{max(found):.3f}"
             print(f"| {way} over {base} |", " | ".join(cells), "|")
-    table = rows_of("grid")
+    table = sample_of_grid()
+    print(f"grid: {len(table)} of {len(settings_of_grid())} settings, drawn at random")
     for way, base in (("several", "whole"), ("halves", "whole"), ("micro-batch", "block"), ("all", "block")):
         both = [(row[way], row[base]) for row in table if row[way] and row[base]]
         ratios = sorted(mine["period"] / other["period"] for mine, other in both)
