@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
 from deepspeed_partition import Chain, InfeasibleError, LayerProfile, Platform, make_plan, replay
+from deepspeed_partition.planner import deadline
 from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.assembly import assemble
 from deepspeed_partition.planner.deadline import Deadline
@@ -27,6 +29,7 @@ from deepspeed_partition.planner.solvers.step.split_rules import SplitRule
 from deepspeed_partition.planner.solvers.step.step_simulator import WaitInCircleError
 from tests.exhaustive import some
 from tests.planner.instances import FREE, chain
+from tests.planner.test_deadline import tight
 from tests.planner.test_step_bounds import random_placement, with_memory
 
 
@@ -265,6 +268,31 @@ def test_patterns_hold_less_where_gradients_are_sent_on_earlier(num_stages, slot
     assert replay(plan, made).violations == ()
     names = {operation.operation[0] for operation in plan.operations}
     assert ("I" in names) == (period < whole)
+
+
+@pytest.mark.parametrize("limit", [20, 60, 100, 300])
+@pytest.mark.parametrize("recompute", ["block", "micro-batch"])
+def test_to_allow_halves_costs_the_search_of_whole_backwards_no_time(monkeypatch, limit, recompute):
+    """That search had 60 % of the limit, and with halves allowed periods were up to 6 % longer than without.
+
+    Time is the number of looks at the clock, so both searches of whole backwards end at the same place.
+    """
+    pytest.importorskip("ortools")
+    made, platform = tight(16, 4, 0.4)
+    halves = [each.backward_seconds / 2 for each in made.layers]
+    layers = [
+        replace(layer, backward_input_seconds=half, backward_weight_seconds=half)
+        for layer, half in zip(made.layers, halves, strict=True)
+    ]
+    made = replace(made, layers=tuple(layers))
+
+    def planned(**how: object) -> float:
+        looks = count(1.0)
+        monkeypatch.setattr(deadline.time, "thread_time", lambda: next(looks))
+        return make_plan(made, platform, "contiguous", time_limit_seconds=limit, **how).period_seconds
+
+    whole = planned(recompute="block")
+    assert planned(recompute=recompute, split_backward=True) <= whole
 
 
 def test_random_patterns_with_halves():

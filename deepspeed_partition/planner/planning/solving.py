@@ -42,7 +42,10 @@ def solve(problem: Problem, solver: Solver) -> Plan:
     """
     searched = problem
     if problem.splits_backward:
-        searched = replace(problem, splits_backward=False, deadline=problem.deadline.part(WHOLE_SHARE))
+        # Periods of whole backwards are mostly proved long before the end: patterns with halves have what is left.
+        is_step = problem.num_micro_batches is not None
+        deadline = problem.deadline.part(WHOLE_SHARE) if is_step else problem.deadline
+        searched = replace(problem, splits_backward=False, deadline=deadline)
     try:
         answer = with_exact_step(searched, with_best_step(searched, answer_of(searched, solver)))
     except DeadlinePassed:
