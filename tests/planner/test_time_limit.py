@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from functools import cache
@@ -26,6 +27,7 @@ from deepspeed_partition.planner.report import comparison
 from deepspeed_partition.planner.report.comparison import COMPARED, compare
 from deepspeed_partition.planner.report.frontier import frontier
 from deepspeed_partition.planner.report.page import plan_page
+from deepspeed_partition.planner.solvers.constraint_program import minimized
 from deepspeed_partition.planner.solvers.non_contiguous.many_special_devices import SeveralSearch
 from tests.planner.instances import chain, problem_of
 from tests.planner.test_deadline import tight
@@ -52,6 +54,34 @@ def test_other_work_does_not_count():
     while not deadline.passed():
         sum(range(1000))
     assert not deadline.starved
+
+
+def test_a_constraint_program_ends_when_its_thread_has_worked_so_long(monkeypatch):
+    """Its limit once was one of the wall's clock: on a busy machine it found less in the same limit."""
+    cp_model = pytest.importorskip("ortools.sat.python.cp_model")
+    stopped = threading.Event()
+    seen = []
+
+    class Solver(cp_model.CpSolver):
+        def stop_search(self):
+            stopped.set()
+
+        def solve(self, model):
+            time.sleep(0.3)  # as if others had the processor
+            seen.append((stopped.is_set(), self.parameters.max_time_in_seconds))
+            begun = time.thread_time()
+            while not stopped.is_set() and time.thread_time() < begun + 20:
+                sum(range(1000))
+            seen.append(stopped.is_set())
+            return super().solve(model)
+
+    monkeypatch.setattr(cp_model, "CpSolver", Solver)
+    model = cp_model.CpModel()
+    number = model.new_int_var(3, 9, "number")
+    model.minimize(number)
+    outcome = minimized(model, number, 9, 0.2)
+    assert (outcome.bound, outcome.is_optimal) == (3, True)
+    assert seen == [(False, 0.2 * PATIENCE_FACTOR + PATIENCE_SECONDS), True]
 
 
 def test_a_machine_that_runs_nothing_any_more_ends_it_and_that_is_known(monkeypatch):
