@@ -1,10 +1,13 @@
 """Do steps take what was planned with micro-batches that are recomputed one by one, and with backwards in halves?
 
+    torchrun --nproc_per_node=5 examples/benchmarks/slots_and_halves/main.py --measure
     python examples/benchmarks/slots_and_halves/main.py --plan --devices 5
     torchrun --nproc_per_node=5 examples/benchmarks/slots_and_halves/main.py --save
 
 One layer per device, all alike; layers sleep, so that each rank has a device of its own on any machine. The first
-command makes the plans (``plans/``), the second one runs them. Two questions:
+command measures what the engine takes for an operation beside its layers, as a warm-up does: by a step of 1F1B,
+from the first forward to the last backward. The second one makes plans that count it (``plans/``), the third one
+runs them. Two questions:
 
 - slots: a device has room for K stashes, half as many as there are devices. Three steps: the planned one, which
   decides micro-batch by micro-batch; everything recomputed, with as many micro-batches in flight as 1F1B has;
@@ -19,11 +22,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import statistics
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
 from itertools import repeat
@@ -37,18 +42,39 @@ import torch
 from torch import nn
 
 from deepspeed_partition import Chain, LayerProfile, Plan, Platform, make_plan
+from deepspeed_partition.planner.buffers import MORE_BUFFERS
 from deepspeed_partition.planner.clock import Clock
+from deepspeed_partition.planner.operation_costs import operation_seconds_of
 from deepspeed_partition.planner.schedule import Order
 from deepspeed_partition.planner.simulate.replay import replay_and_count
 from deepspeed_partition.planner.simulate.replay_step import run_step, step_ticks
 from deepspeed_partition.planner.step import one_f_one_b_order
 
+PLANS = HERE / "plans"
 UNIT_SECONDS = 0.04
+MEASURED_MICRO_BATCHES = 16
+"""Micro-batches of the step that tells what the engine takes for an operation."""
 SLOTS = {5: (3, (15, 30)), 8: (4, (16,))}
 """Room for stashes, and the micro-batches of the steps, by devices."""
 HALVES = {4: (8, 16), 8: (8, 16)}
 NUMBERS = 2**20 // 4
 """Numbers of a stash: 1 MiB."""
+
+
+class Span:
+    """From the begin of a layer's first operation to the end of its last one."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.begin, self.end = math.inf, -math.inf
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        self.begin = min(self.begin, time.perf_counter())
+        yield
+        self.end = max(self.end, time.perf_counter())
 
 
 class _Sleeping(torch.autograd.Function):
@@ -75,15 +101,17 @@ class Sleeping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
+        self.span = Span()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _Sleeping.apply(x, self.weight, self)
 
     def sleep(self, units: int) -> None:
-        until = time.perf_counter() + units * UNIT_SECONDS
-        for _ in range(2):
-            Sleeping.most_alive = max(Sleeping.most_alive, len(Sleeping.alive))
-            time.sleep(max(0.0, until - time.perf_counter()))
+        with self.span.counting():
+            until = time.perf_counter() + units * UNIT_SECONDS
+            for _ in range(2):
+                Sleeping.most_alive = max(Sleeping.most_alive, len(Sleeping.alive))
+                time.sleep(max(0.0, until - time.perf_counter()))
 
     @staticmethod
     def new_stash() -> torch.Tensor:
@@ -96,14 +124,15 @@ class _Apart(torch.autograd.Function):
     """A part of a backward that sleeps."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, units: int) -> torch.Tensor:
-        ctx.units = units
+    def forward(ctx: Any, x: torch.Tensor, units: int, span: Span) -> torch.Tensor:
+        ctx.units, ctx.span = units, span
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        time.sleep(ctx.units * UNIT_SECONDS)
-        return gradient, None
+        with ctx.span.counting():
+            time.sleep(ctx.units * UNIT_SECONDS)
+        return gradient, None, None
 
 
 class Halved(nn.Module):
@@ -115,12 +144,14 @@ class Halved(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
+        self.span = Span()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(UNIT_SECONDS)
+        with self.span.counting():
+            time.sleep(UNIT_SECONDS)
         if not x.requires_grad:
-            return x + _Apart.apply(self.weight, 2)
-        return _Apart.apply(x, 1) + _Apart.apply(self.weight, 1)
+            return x + _Apart.apply(self.weight, 2, self.span)
+        return _Apart.apply(x, 1, self.span) + _Apart.apply(self.weight, 1, self.span)
 
 
 def chain_of(num_devices: int, *, in_halves: bool) -> Chain:
@@ -134,22 +165,48 @@ def chain_of(num_devices: int, *, in_halves: bool) -> Chain:
     return Chain(name="slots", input_bytes=0, layers=(replace(layer, **first), *[layer] * (num_devices - 1)))
 
 
+def seconds_of(plan: Plan, chain: Chain) -> float:
+    """Return what the order of a plan's step takes."""
+    timeline = run_step(plan, chain)
+    assert not isinstance(timeline, str), timeline
+    return Clock.of(chain, plan.platform).seconds(step_ticks(plan, chain, timeline))
+
+
 def with_order(plan: Plan, chain: Chain, orders: Sequence[Order]) -> Plan:
     """Return a plan with another order of its step, and what that takes and needs."""
     assert plan.step is not None
     step = replace(plan.step, order=tuple(orders), lower_bound_seconds=None, gap=None, proved=None)
     plan = replace(plan, step=step)
-    timeline = run_step(plan, chain)
-    assert not isinstance(timeline, str), timeline
-    seconds = Clock.of(chain, plan.platform).seconds(step_ticks(plan, chain, timeline))
-    plan, replayed = replay_and_count(replace(plan, step=replace(step, step_seconds=seconds)), chain)
+    step = replace(step, step_seconds=seconds_of(plan, chain))
+    plan, replayed = replay_and_count(replace(plan, step=step), chain)
     assert not replayed.violations, replayed.violations
     return plan
 
 
+def platform_of(num_devices: int, memory_bytes: int, operation_seconds: float = 0.0) -> Platform:
+    """Return devices with as much room for messages as a run gives them, which need no memory here.
+
+    With room for two of them, a device that is to hand on its output waits until the next one, which computes, has
+    come to post a receive: that took 4 % of a step.
+    """
+    return Platform(
+        num_devices=num_devices, memory_bytes=memory_bytes, bandwidth=1e9, comm_buffers=max(MORE_BUFFERS),
+        operation_seconds=operation_seconds,
+    )  # fmt: skip
+
+
+def operation_seconds(num_devices: int, question: str) -> float:
+    """Return what was measured of the engine.
+
+    Raises:
+        FileNotFoundError: nothing was measured.
+    """
+    return float(json.loads(measured_file(num_devices).read_text())[question])
+
+
 def slot_plans(num_devices: int, slots: int, number: int, limit_seconds: float) -> dict[str, Plan]:
     chain = chain_of(num_devices, in_halves=False)
-    platform = Platform(num_devices=num_devices, memory_bytes=slots, bandwidth=1e9)
+    platform = platform_of(num_devices, slots, operation_seconds(num_devices, "slots"))
     planned = make_plan(
         chain, platform, "contiguous", num_micro_batches=number, recompute="micro-batch",
         time_limit_seconds=limit_seconds,
@@ -166,7 +223,7 @@ def slot_plans(num_devices: int, slots: int, number: int, limit_seconds: float) 
 
 def half_plans(num_devices: int, number: int, limit_seconds: float) -> dict[str, Plan]:
     chain = chain_of(num_devices, in_halves=True)
-    platform = Platform(num_devices=num_devices, memory_bytes=10**6, bandwidth=1e9)
+    platform = platform_of(num_devices, 10**6, operation_seconds(num_devices, "halves"))
     planned = make_plan(
         chain, platform, "contiguous", num_micro_batches=number, split_backward=True, recompute="never",
         time_limit_seconds=limit_seconds,
@@ -188,10 +245,21 @@ def all_plans(num_devices: int, limit_seconds: float) -> dict[tuple[str, int, in
     return found
 
 
+def measured_file(num_devices: int) -> Path:
+    """Return the file of the seconds of an operation beside its layers, by question."""
+    return PLANS / f"operation_seconds_{num_devices}_devices.json"
+
+
+def layers_alone_seconds(plan: Plan, question: str) -> float:
+    """Return what the step of a plan takes where nothing but layers takes time."""
+    chain = chain_of(plan.platform.num_devices, in_halves=question == "halves")
+    return seconds_of(replace(plan, platform=replace(plan.platform, operation_seconds=0.0)), chain)
+
+
 def file_of(key: tuple[str, int, int, str], num_devices: int) -> Path:
     question, _, number, name = key
     words = "-".join(name.replace(",", "").lower().split())
-    return HERE / "plans" / f"{question}_{num_devices}_devices_{number}_micro_batches_{words}.json"
+    return PLANS / f"{question}_{num_devices}_devices_{number}_micro_batches_{words}.json"
 
 
 def keys_of(num_devices: int) -> list[tuple[str, int, int, str]]:
@@ -207,35 +275,74 @@ def bubble(num_devices: int, number: int, seconds: float) -> float:
     return 1 - 3 * UNIT_SECONDS * number / seconds
 
 
-def measured(key: tuple[str, int, int, str], rounds: int) -> dict[str, Any]:
+def measured_operation_seconds(question: str, rounds: int) -> float:
+    """Run steps of 1F1B; return the seconds of an operation beside its layers that explain the median one."""
+    import torch.distributed as dist
+
+    num_devices = dist.get_world_size()
+    chain = chain_of(num_devices, in_halves=False)
+    platform = platform_of(num_devices, 10**6)
+    cuts = list(range(num_devices + 1))
+    plan = make_plan(chain, platform, cuts, num_micro_batches=MEASURED_MICRO_BATCHES, recompute="never")
+    orders = [
+        one_f_one_b_order(stage, num_devices - stage, MEASURED_MICRO_BATCHES) for stage in range(num_devices)
+    ]
+    plan = with_order(plan, chain, orders)
+    spans = run(plan, question, rounds)[1]
+    return operation_seconds_of(chain, platform, cuts, orders, statistics.median(spans))
+
+
+def run(plan: Plan, question: str, rounds: int) -> tuple[list[float], list[float], int]:
+    """Run steps of a plan, behind one that warms up.
+
+    Returns:
+        Seconds of each step on the slowest rank, and from the first forward to the last backward; most stashes.
+    """
     import torch.distributed as dist
     from interleaved import engine_for_plan
 
     from deepspeed_partition.engine.runtime.collectives import gather_objects
 
-    num_devices = dist.get_world_size()
-    question, slots, number, name = key
-    plan = Plan.load(file_of(key, num_devices))
+    assert plan.step is not None
+    num_devices, number = dist.get_world_size(), plan.step.num_micro_batches
     layers = [Sleeping() if question == "slots" else Halved() for _ in range(num_devices)]
     engine = engine_for_plan(layers, plan, number, lambda outputs, _: outputs.sum(), gradient_clipping=0.0)
     data = repeat((torch.zeros(1, 1), torch.zeros(1)))
-    seconds = []
+    seconds, spans = [], []
     for round_ in range(rounds + 1):
         gc.collect()
         gc.freeze()  # to look for garbage among all that was imported takes a rank 0.2 s
         Sleeping.most_alive = 0
+        for layer in layers:
+            layer.span.clear()
         dist.barrier()
         began = time.perf_counter()
         engine.train_batch(data)
         lasted = max(gather_objects(time.perf_counter() - began))
+        spans_here = [layer.span for layer in layers]
+        mine = min(each.begin for each in spans_here), max(each.end for each in spans_here)
+        begins, ends = zip(*gather_objects(mine), strict=True)
         if round_:
             seconds.append(lasted)
+            spans.append(max(ends) - min(begins))
     most_alive = max(gather_objects(Sleeping.most_alive))
     engine.destroy()
+    return seconds, spans, most_alive
+
+
+def measured(key: tuple[str, int, int, str], rounds: int) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    num_devices = dist.get_world_size()
+    question, slots, number, name = key
+    plan = Plan.load(file_of(key, num_devices))
+    seconds, _, most_alive = run(plan, question, rounds)
     assert plan.step is not None
     took = statistics.median(seconds)
     return {
         "question": question, "devices": num_devices, "slots": slots, "micro_batches": number, "step": name,
+        "operation_seconds": plan.platform.operation_seconds,
+        "layers_alone_seconds": layers_alone_seconds(plan, question),
         "planned_seconds": plan.step.step_seconds, "seconds": seconds, "most_stashes": most_alive,
         "over_planned": took / plan.step.step_seconds, "bubble": bubble(num_devices, number, took),
         "planned_bubble": bubble(num_devices, number, plan.step.step_seconds),
@@ -243,14 +350,19 @@ def measured(key: tuple[str, int, int, str], rounds: int) -> dict[str, Any]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    print("| devices | K | micro-batches | step | planned | measured | over planned | most stashes | idle |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print(
+        "| devices | K | micro-batches | step | layers alone | planned | measured | over planned | most stashes "
+        "| idle, planned | idle |"
+    )
+    print("|---" * 11 + "|")
     for row in rows:
         is_slots = row["question"] == "slots"
         print(
             f"| {row['devices']} | {row['slots'] or '-'} | {row['micro_batches']} | {row['step']} "
-            f"| {row['planned_seconds']:.2f} s | {statistics.median(row['seconds']):.2f} s "
+            f"| {row['layers_alone_seconds']:.2f} s | {row['planned_seconds']:.2f} s "
+            f"| {statistics.median(row['seconds']):.2f} s "
             f"| {row['over_planned']:.3f} | {row['most_stashes'] if is_slots else '-'} "
+            f"| {'-' if is_slots else format(row['planned_bubble'], '.1%')} "
             f"| {'-' if is_slots else format(row['bubble'], '.1%')} |"
         )
 
@@ -258,6 +370,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", action="store_true", help="make the plans, and run nothing")
+    parser.add_argument("--measure", action="store_true", help="what the engine takes for an operation")
     parser.add_argument("--devices", type=int, nargs="+", default=[4, 5, 8], help="for which plans are made")
     parser.add_argument("--planning-seconds", type=float, default=30.0, help="of the processor, for each plan")
     parser.add_argument("--rounds", type=int, default=2)
@@ -277,14 +390,22 @@ def main() -> None:
 
     torch.set_num_threads(1)
     deepspeed.init_distributed()
+    if arguments.measure:
+        num_devices = dist.get_world_size()
+        questions = dict.fromkeys(question for question, *_ in keys_of(num_devices))
+        found = {each: measured_operation_seconds(each, arguments.rounds) for each in questions}
+        if dist.get_rank() == 0:
+            PLANS.mkdir(exist_ok=True)
+            measured_file(num_devices).write_text(json.dumps(found) + "\n")
+            print(*(f"{question}: {1e3 * seconds:.2f} ms" for question, seconds in found.items()))
     rows: list[dict[str, Any]] = []
-    for key in keys_of(dist.get_world_size()):
+    for key in () if arguments.measure else keys_of(dist.get_world_size()):
         rows.append(measured(key, arguments.rounds))
         if dist.get_rank() == 0 and arguments.save:
             path = HERE / "results" / f"{dist.get_world_size()}_ranks_{date.today():%Y%m}.json"
             path.parent.mkdir(exist_ok=True)
             path.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
-    if dist.get_rank() == 0:
+    if rows and dist.get_rank() == 0:
         show(rows)
     dist.barrier()
     dist.destroy_process_group()
