@@ -1,4 +1,4 @@
-"""Copies of the weights that a callback or the LightningModule keeps, such as a moving average of them.
+"""Copies of the weights that a callback, the LightningModule or a global of their code keeps, such as an average.
 
 In hooks each rank sees the weights of its own layers. A dict that a hook fills by their names, by the weights
 themselves or by their ``id()``, or a list in their order or in that of an optimizer's groups, has the values for
@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from types import CellType, FunctionType
 from typing import Any
 from weakref import ref
 
@@ -28,18 +27,18 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from deepspeed_partition.code_names import LIBRARIES
 from deepspeed_partition.engine.pipeline.own_optimizers import OF_TORCH
 from deepspeed_partition.engine.pipeline.parts import tensors_by_name
 from deepspeed_partition.engine.pipeline.tied_copies import parameter_names
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.environment import announce
+from lightning_madpipe.checkpoint.held_objects import roots, walk
 from lightning_madpipe.checkpoint.whole_model import TensorInfo, passed_on
 from lightning_madpipe.compat.elsewhere import HiddenTensors
 from lightning_madpipe.module import PIPELINE, outside_pipeline
 
 DEPTH = 3
-"""How many attributes deep, from a callback or the module, copies are looked for."""
+"""How deep, in containers, the values are that a copy may have for a weight."""
 
 COPIES = "madpipe_weight_copies"
 """The key in a checkpoint under which is noted of which weights it has copies, on the rank that wrote it."""
@@ -421,12 +420,12 @@ class WeightCopies:
                 yield place, values
 
     def _walk(self) -> Iterator[tuple[str, Any]]:
-        owners, visited = dict(self._owners()), {id(self._module)}
+        owners, visited = dict(self._owners()), {id(self._module), *map(id, self._pipeline.elsewhere.inside)}
         if self._optimizer is not None:
             # The engine takes these along.
             visited.update(id(vars(self._optimizer).get(name)) for name in OF_TORCH)
             owners[type(self._optimizer).__name__] = self._optimizer
-        yield from walk(owners, visited, self._ignored)
+        yield from walk(roots(self._module, owners, self._ignored), visited)
 
     def _as_weights(self, place: str, value: Any, sequences: Sequence[tuple[Order, Any]]) -> Values | None:
         """What a list or dict of the weights themselves has, each once."""
@@ -619,30 +618,6 @@ def _with_tensors(value: Any, tensors: Iterator[Any]) -> Any:
     return value
 
 
-def walk(owners: Mapping[str, Any], visited: set[int], ignored: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
-    """The dicts, lists and modules that stand in attributes of ``owners`` and of what these have, by place."""
-    for name, owner in owners.items():
-        # What stands in a module as a child is no copy; its plain attributes may be.
-        attributes = {key: value for key, value in vars(owner).items() if key not in ignored}
-        for key, value in attributes.items():
-            yield from _walk(f"{name}.{key}", value, DEPTH, visited)
-
-
-def _walk(place: str, value: Any, depth: int, visited: set[int]) -> Iterator[tuple[str, Any]]:
-    if id(value) in visited or not depth:
-        return
-    visited.add(id(value))
-    if isinstance(value, nn.Module | nn.Parameter):
-        yield place, value
-        return
-    if isinstance(value, dict | list | tuple | set | frozenset | deque):
-        yield place, value
-    for key, child in list(_inside(value).items()):
-        is_item = isinstance(value, dict | list | tuple | deque)
-        if not isinstance(child, bool | int | float | str) and not (is_item and isinstance(child, Tensor)):
-            yield from _walk(f"{place}.{key}", child, depth - 1, visited)
-
-
 def _is_within(place: str, found: Collection[str]) -> bool:
     """Whether one of ``found`` is at a place, or around it."""
     names = place.split(".")
@@ -652,42 +627,6 @@ def _is_within(place: str, found: Collection[str]) -> bool:
 def _attribute(place: str) -> str:
     """The attribute in which a container stands."""
     return ".".join(place.split(".")[:2])
-
-
-def _inside(value: Any) -> Mapping[Any, Any]:
-    """What is in a dict, list or tuple, or the attributes of an object of the program.
-
-    None of one that a library made, such as the Trainer, but for the states of an optimizer.
-    """
-    if isinstance(value, dict):
-        return value
-    if isinstance(value, list | tuple | deque):
-        return dict(enumerate(value))
-    if isinstance(value, FunctionType):
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        return {name: cell.cell_contents for name, cell in cells if not _is_empty(cell)}
-    if isinstance(value, Optimizer):
-        return {"state": value.state}
-    own = type(value).__module__.partition(".")[0] not in LIBRARIES
-    if not own or isinstance(value, type | Tensor):
-        return {}
-    slots = {name for kind in type(value).__mro__ for name in _slots_of(kind)}
-    slotted = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    return {**slotted, **getattr(value, "__dict__", {})}
-
-
-def _slots_of(kind: type) -> tuple[str, ...]:
-    slots = vars(kind).get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(name for name in names if not name.startswith("__"))
-
-
-def _is_empty(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:  # its variable has no value yet
-        return True
-    return False
 
 
 def is_copy(value: Any, module: nn.Module) -> bool:
@@ -704,7 +643,7 @@ def refusals_of_averages(module: nn.Module, owners: Mapping[str, Any]) -> Iterat
     inside = ((f"self.{name}", part) for name, part in module.named_modules())
     for place, value in (
         *inside,
-        *walk({name: owner for name, owner in owners.items() if owner is not module}, {id(module)}),
+        *walk(roots(module, owners), {id(module)}),
     ):
         if isinstance(value, AveragedModel) and _is_average_of(value, module):
             yield (

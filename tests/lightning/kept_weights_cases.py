@@ -5,10 +5,11 @@ Written like ``lightning_cases.py``.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytorch_lightning as pl
 import torch
@@ -188,5 +189,75 @@ def collected_weights(host: Host) -> dict[str, Any]:
     return {"said": [line for line in said if "in a form that does not" in line]}
 
 
-SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [kept_weights], 4: []}
+OF_PROGRAM: dict[str, Any] = {}
+"""What a program keeps in a global."""
+
+
+def copies(module: Any) -> dict[str, Tensor]:
+    return {name: weight.detach().clone() for name, weight in module.named_parameters()}
+
+
+class Shadow(nn.Module):
+    """A module beside the layers, whose copies are in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow: dict[str, Tensor] = {}
+
+
+class Nested:
+    """An object of the program in one of its own."""
+
+    def __init__(self, depth: int, slow: dict[str, Tensor]) -> None:
+        self.inner: Any = Nested(depth - 1, slow) if depth else slow
+
+    def innermost(self) -> dict[str, Tensor]:
+        return self.inner if isinstance(self.inner, dict) else self.inner.innermost()
+
+
+class KeptFarAway(cases.Classifier):
+    """Keeps slow weights in globals, its class, deep in objects, in a module, and in a function."""
+
+    of_class: ClassVar[dict[str, Tensor]] = {}
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        self.shadow = Shadow()
+
+    def on_train_start(self) -> None:
+        OF_PROGRAM.clear()
+        OF_PROGRAM.update(fast=list(self.parameters()), slow=list(copies(self).values()), named=copies(self))
+        OF_PROGRAM["tuple"] = tuple(self.parameters())
+        self.of_class.clear()
+        self.of_class.update(copies(self))
+        self.deep, self.shadow.slow = Nested(6, copies(self)), copies(self)
+        fast, slow = list(self.parameters()), list(copies(self).values())
+        self.bound = functools.partial(lambda fast, slow: look_ahead(zip(fast, slow, strict=True)), fast, slow)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        kind = self.global_step % 6
+        if kind == 0:
+            look_ahead(zip(OF_PROGRAM["fast"], OF_PROGRAM["slow"], strict=True))
+        elif kind == 1:
+            self.bound()
+        else:
+            by_name = [OF_PROGRAM["named"], self.of_class, self.deep.innermost(), self.shadow.slow][kind - 2]
+            look_ahead((weight, by_name[name]) for name, weight in self.named_parameters())
+
+
+def kept_far_away(host: Host) -> dict[str, Any]:
+    """Layers move after the third step: globals and what was four attributes deep stayed, in silence."""
+    recorder, module = cases.Recorder(), seeded(KeptFarAway)
+    with lines() as said:
+        trainer = host.trainer(recorder, strategy=MOVES_LATE)
+        trainer.fit(module, cases.loader(96))
+    if host.pipelined:
+        assert list(trainer.strategy.pipeline.parts) == [0, 2, 8]
+        stays = [line.partition(" of rank")[0] for line in said if "in a form that does not follow" in line]
+        assert stays == (["kept_weights_cases.OF_PROGRAM"] if trainer.global_rank == 0 else [])
+    weights = {name: float(value.double().sum()) for name, value in module.state_dict().items()}
+    return {"rows": recorder.rows, "weights": weights}
+
+
+SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [kept_weights, kept_far_away], 4: []}
 ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [collected_weights], 4: []}
