@@ -55,6 +55,21 @@ TOLD = """JSON.stringify({tip: document.getElementById("tip").style.display === 
   })(document.querySelector("#timeline canvas")),
   layer: (document.getElementById("layer-told") || {}).textContent})"""
 
+NARROW = """JSON.stringify({
+  beside: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+  button: document.getElementById("theme").getClientRects()[0].height,
+  letters: Math.min(...[...document.querySelectorAll("svg text")].map(each =>
+    parseFloat(getComputedStyle(each).fontSize) * each.getScreenCTM().a)),
+  tip: (tip => {
+    showTip("words ".repeat(40), innerWidth - 5, 5);
+    const box = tip.getBoundingClientRect();
+    hideTip();
+    return [box.left, innerWidth - box.right];
+  })(document.getElementById("tip")),
+})"""
+"""What a window as narrow as a telephone shows: pixels beside it, the height of a button, the least letters of
+pictures, and the room beside the words at the pointer."""
+
 
 def main(page: str, picture: str, theme: str, *others: str) -> dict[str, Any]:
     os.environ["QT_QPA_PLATFORM"] = "offscreen"
@@ -130,6 +145,10 @@ def main(page: str, picture: str, theme: str, *others: str) -> dict[str, Any]:
         settle(150)
         found["layer"] = ask(TOLD)["layer"]
     found["contrast"] = {"page": ask(MEASURE)}
+    view.resize(400, 800)
+    settle(600)
+    found["narrow"] = ask(NARROW)
+    view.resize(1280, 900)
     found["console"] = console
     for other in others:
         load(other)

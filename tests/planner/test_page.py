@@ -102,6 +102,42 @@ def test_memory_goes_down_when_something_is_freed():
         assert {stash % 11 for stash in stashes} == {0}
 
 
+def test_memory_begins_with_the_run():
+    """Weights are held before the first operation of a device, which comes late on the last one."""
+    plan = make_plan(MADE, PLAN.platform, "uniform", num_micro_batches=4)
+    assert len(plan.stages) > 1
+    for device, memory in enumerate(data_of(plan_page(plan, MADE))["memory"]):
+        first = memory["levels"][memory["l"][0]]
+        assert memory["t"][0] == 0 and 0 < first[0] <= plan.memory[device].weights
+
+
+def test_no_plan_is_below_the_bound_beside_it():
+    """A plan with backwards in halves was drawn beside the bound of whole ones, which is above it."""
+    halves = {"backward_input_seconds": 1.0, "backward_weight_seconds": 1.0}
+    layers = tuple(
+        LayerProfile(
+            name=str(i),
+            forward_seconds=1,
+            backward_seconds=2,
+            weight_bytes=1,
+            output_bytes=1,
+            stash_bytes=9,
+            **halves,
+        )
+        for i in range(4)
+    )
+    chain = Chain(name="halves", input_bytes=1, layers=layers)
+    platform = Platform(num_devices=4, memory_bytes=10**6, bandwidth=1e9)
+    plan = make_plan(chain, platform, num_micro_batches=4, split_backward=True, time_limit_seconds=5)
+    whole = make_plan(chain, platform, num_micro_batches=4, time_limit_seconds=5)
+    assert plan.step_seconds < whole.step.lower_bound_seconds  # that bound would be above the plan
+    compared = compare(
+        chain, platform, ["madpipe", "uniform"], num_micro_batches=4, planned=plan, time_limit_seconds=5
+    )
+    assert len(compared.fitting) == 2
+    assert all(compared.step_lower_bound_seconds <= each.seconds for each in compared.fitting)
+
+
 def test_what_was_measured_is_beside_the_plan():
     plan, chain = planned(1)
     timeline = timeline_of(plan, as_simulated(plan, chain), as_simulated(plan, chain, 3.0))
@@ -112,7 +148,7 @@ def test_what_was_measured_is_beside_the_plan():
     found = rows_of(data, data["measured"][1])
     assert {row[:3] for row in found} == {row[:3] for row in slower}
     assert data["measured"][1]["seconds"] == pytest.approx(3 * data["measured"][0]["seconds"])
-    assert "measured (median)" in Parts(page).text
+    assert "measured (median)" in Parts(page).text and "measured / planned" in Parts(page).text
     other, other_chain = planned(2)
     with pytest.raises(PlanMismatchError):
         plan_page(plan, chain, timeline_of(other, as_simulated(other, other_chain)))
@@ -172,6 +208,7 @@ def test_a_notebook_shows_the_plan_without_scripts():
     tags = [tag for tag, _ in parts.tags]
     assert "script" not in tags and {"svg", "table"} <= set(tags)
     assert tags.count("tr") == 1 + len(plan.stages) and "Bottleneck: " in parts.text and hostile in parts.text
+    assert "One pattern of " in parts.text and "gradients of weights" in parts.text
     assert tags.count("rect") >= len(plan.operations)
 
 
@@ -226,6 +263,9 @@ def test_a_browser_shows_every_operation_and_answers_mouse_and_keys(theme, tmp_p
     assert found["words_are_above"]
     assert found["table"] == min(200, len(expected) * (2 if measured else 1))
     assert found["layer"].startswith("layer 0: ")
+    narrow = found["narrow"]
+    assert narrow["beside"] <= 0 and narrow["button"] < 45 and narrow["letters"] >= 10, narrow
+    assert min(narrow["tip"]) >= 0, narrow
     # The contrast that WCAG AA asks for, of the page and of all that is a picture of its own.
     assert set(found["contrast"]) == {"page", *pictures}
     for name, each in found["contrast"].items():

@@ -199,7 +199,8 @@ def compare(
         may_leave_out: keep the limit with the replays, too: an algorithm for which too little is left of it is not
             run, and its reason says so. The first one always runs.
         planned: a plan of this problem that there is already, which stands for its algorithm. Nothing is planned
-            with that one, and where it is none of ``algorithms`` it comes first.
+            with that one, and where it is none of ``algorithms`` it comes first. What it does, the others may do,
+            too: backwards in two operations, and recomputation micro-batch by micro-batch.
 
     Raises:
         ValueError: an algorithm is unknown, or no algorithm could take the problem.
@@ -207,6 +208,11 @@ def compare(
     names = list(dict.fromkeys(algorithms))
     for name in names:
         solver_of(name)
+    if planned is not None:
+        # Without it a plan could be shorter than what stands beside it as a lower bound.
+        kinds = _kinds_of(planned)
+        split_backward = split_backward or "W" in kinds
+        recompute = "micro-batch" if recompute == "auto" and "f" in kinds else recompute
     check_zero_stage(zero_stage)
     check_split(split_backward, chain)
     # Errors in the problem are raised here; what is refused below is an algorithm that does not suit it.
@@ -271,6 +277,12 @@ def compare(
         lower_bound_seconds=bound,
         step_lower_bound_seconds=step_bound if of_step else None,
     )
+
+
+def _kinds_of(plan: Plan) -> set[str]:
+    """Return the letters of the operations that a plan runs, in its pattern or in its step: ``F``, ``B``, ..."""
+    in_step = (name for row in plan.step.order for name, _ in row) if plan.step is not None else ()
+    return {name[0] for name in (*(each.operation for each in plan.operations), *in_step)}
 
 
 def _bounds_of(

@@ -20,7 +20,7 @@ from deepspeed_partition.planner.plan import Plan, PlannedStage
 from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.planner.report.comparison import Comparison
 from deepspeed_partition.planner.report.draw import allocation_text, promises
-from deepspeed_partition.planner.report.pictures import comparison_svg
+from deepspeed_partition.planner.report.pictures import comparison_svg, shown_kinds
 from deepspeed_partition.planner.report.planned_run import (
     PlannedRun,
     bottleneck_words,
@@ -31,7 +31,7 @@ from deepspeed_partition.planner.report.planned_run import (
     planned_run,
     repeats_pattern,
 )
-from deepspeed_partition.planner.report.timeline import MeasuredTimeline, TimedOperation
+from deepspeed_partition.planner.report.timeline import MeasuredTimeline, TimedOperation, TimelineComparison
 from deepspeed_partition.planner.simulate.replay import clock_of, timeline_of
 from deepspeed_partition.planner.simulate.replay_memory import Moments, costs_of
 from deepspeed_partition.planner.simulate.replay_step import Timeline
@@ -94,6 +94,7 @@ def plan_page(
             data["measured"].append(_packed(operations, seconds, places, names, unit))
     if memory is not None:
         data["memory"] = memory(unit)
+        data["peaks"] = [format_bytes(use.total) for use in plan.memory]
     if chain is not None:
         data["layers"] = [
             {
@@ -114,24 +115,7 @@ def plan_page(
     if comparison is not None:
         sections.append(_comparison_section(comparison, plan))
     if compared is not None:
-        rows = [
-            [
-                each.operation,
-                "" if each.planned_seconds is None else format_seconds(each.planned_seconds),
-                format_seconds(each.measured_seconds),
-            ]
-            for each in compared.operations
-        ]
-        if compared.planned_step_seconds is not None:
-            rows.insert(
-                0, ["step", *map(format_seconds, (compared.planned_step_seconds, compared.measured_step_seconds))]
-            )
-        measured_period = compared.measured_period_seconds
-        period = "-" if measured_period is None else format_seconds(measured_period)
-        if repeats_pattern(plan):  # otherwise the step has no such period
-            rows.insert(0, ["period", format_seconds(compared.planned_period_seconds), period])
-        table = _table(["", "planned", "measured (median)"], rows)
-        sections.append(_section("Planned and measured", table))
+        sections.append(_measured_section(compared, plan))
     parts = files("deepspeed_partition.planner.report") / "page_parts"
     style, script = ((parts / name).read_text("utf-8") for name in ("page.css", "page.js"))
     title = f"{printable(plan.chain.name)}: plan"
@@ -203,9 +187,14 @@ def _memory(plan: Plan, chain: Chain, timeline: Timeline | str) -> tuple[Any, in
 
 
 def _stage_words(stage: PlannedStage) -> str:
-    start, stop = stage.layers
     names = [printable(name) for name in (stage.layer_names[:1] + stage.layer_names[1:][-1:])]
-    return f"layers {start}..{stop}" + (f", {' .. '.join(names)}" if names else "")
+    return _layer_words(stage.layers) + (f", {' to '.join(names)}" if names else "")
+
+
+def _layer_words(layers: tuple[int, int]) -> str:
+    """Name layers that are given half-open."""
+    start, stop = layers
+    return f"layer {start}" if stop == start + 1 else f"layers {start} to {stop - 1}"
 
 
 def _section(title: str, *parts: str) -> str:
@@ -248,14 +237,7 @@ def _head(plan: Plan, run: PlannedRun) -> str:
 
 def _timeline_section(run: PlannedRun, steps: Sequence[str], from_pattern: bool) -> str:
     kinds = {each.operation[0] for each in run.operations}
-    shown = [
-        ("F", "forward"),
-        ("R", "forward again"),
-        ("B", "backward"),
-        ("W", "gradients of weights"),
-        ("S", "transfer"),
-    ]
-    legend = _legend((kind, name) for kind, name in shown if kind in kinds or (kind == "F" and "f" in kinds))
+    legend = _legend(shown_kinds(kinds))
     fill, drain = run.phases
     what = "one step" if run.is_step else f"the pattern for {run.num_micro_batches} micro-batches"
     words = (
@@ -307,6 +289,7 @@ def _memory_section(plan: Plan, over_time: bool, has_chain: bool) -> str:
         words += f", far above all that is shown: rows are as high as the largest peak, {format_bytes(most)}."
     else:
         words += ", the dashed line."
+    words += " Below the name of each device stands its peak."
     label = "Memory of each device over time. Arrow keys move, plus and minus zoom."
     return _section(
         "Memory over time",
@@ -346,7 +329,7 @@ def _stages_section(plan: Plan) -> str:
     rows = []
     for index, stage in enumerate(plan.stages):
         halves = durations.get(f"I{index}", 0.0) + durations.get(f"W{index}", 0.0)
-        blocks = " ".join(f"{first}..{last}" for first, last in stage.blocks)
+        blocks = ", ".join(map(_layer_words, stage.blocks))
         rows.append([
             str(index), str(stage.device), _stage_words(stage),
             format_seconds(durations.get(f"F{index}", durations.get(f"f{index}", 0.0))),
@@ -386,4 +369,24 @@ def _comparison_section(comparison: Comparison, plan: Plan) -> str:
     if left_out:
         names = ", ".join(printable(each.algorithm) for each in left_out)
         words = f'<p class="dim">For lack of time (<code>--time-limit</code>) without {escape(names)}.</p>'
-    return _section("Algorithms compared", words, picture, f"<details><summary>Table</summary>{table}</details>")
+    return _section(
+        "Algorithms compared",
+        words,
+        f'<div class="scroll">{picture}</div>',
+        f"<details><summary>Table</summary>{table}</details>",
+    )
+
+
+def _measured_section(compared: TimelineComparison, plan: Plan) -> str:
+    def row(name: str, planned: float | None, measured: float | None) -> list[str]:
+        ratio = "" if not planned or measured is None else f"{measured / planned:.2f}"
+        return [name, *("-" if each is None else format_seconds(each) for each in (planned, measured)), ratio]
+
+    rows = []
+    if repeats_pattern(plan):  # otherwise the step has no such period
+        rows.append(row("period", compared.planned_period_seconds, compared.measured_period_seconds))
+    if compared.planned_step_seconds is not None:
+        rows.append(row("step", compared.planned_step_seconds, compared.measured_step_seconds))
+    rows += [row(each.operation, each.planned_seconds, each.measured_seconds) for each in compared.operations]
+    table = _table(["", "planned", "measured (median)", "measured / planned"], rows)
+    return _section("Planned and measured", table)

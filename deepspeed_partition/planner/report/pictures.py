@@ -6,7 +6,7 @@ lines.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from html import escape
 from math import ceil, floor, log, log10
 
@@ -41,6 +41,10 @@ text.label{fill:#0b1117}}
 """Colours with a contrast of 3:1 to their ground, 4.5:1 for text, as WCAG 2 asks; kinds differ in lightness."""
 WIDTH = 760
 """Pixels of a picture."""
+KINDS = {
+    "F": "forward", "R": "forward again", "B": "backward", "W": "gradients of weights", "S": "transfer",
+}  # fmt: skip
+"""Kinds of operations that have a colour each. ``f`` has that of ``F``, and ``I`` that of ``B``."""
 MOST_DRAWN = 2000
 """Most operations of a step in the picture of a notebook; the page of ``madpipe report`` draws any number."""
 WIDE = 5
@@ -98,7 +102,7 @@ def comparison_svg(comparison: Comparison, *, in_page: bool = False) -> str:
     scale = (WIDTH - left - right) / longest
     what = "step" if steps else "period"
     title = f"{what.capitalize()} of each algorithm"
-    where = f"{printable(chain.name)}, {devices_words(platform)}"
+    where = f"{printable(chain.name)}, {devices_words(platform)}; in blue the shortest {what}"
     parts = [_text(12, 26, title, css="title"), _text(12, 46, where, css="small")]
     best = min((each.seconds for each in fitting), default=0.0)
     told = []
@@ -210,6 +214,12 @@ def _round_up(number: float) -> float:
     return power * next(digit for digit in (1, 2, 5, 10) if digit * power >= number * (1 - 1e-9))
 
 
+def shown_kinds(kinds: Set[str]) -> list[tuple[str, str]]:
+    """Return the letters and the words of those colours that operations of these kinds have."""
+    coloured = {{"f": "F", "I": "B"}.get(kind, kind) for kind in kinds}
+    return [(kind, words) for kind, words in KINDS.items() if kind in coloured]
+
+
 def timeline_svg(plan: Plan) -> str:
     """Draw one period of the pattern: a row for each device and each link.
 
@@ -243,10 +253,16 @@ def _timeline(
     plan: Plan, rows: Sequence[str], drawn: Iterable[tuple[str, str, float, float]], seconds: float, what: str
 ) -> str:
     """Draw operations, each given by its row, its name, its start and its duration in seconds."""
-    left, top, row = 84, 10, 20
+    left, top, row = 84, 30, 20
+    drawn = list(drawn)
     whole = seconds or 1.0
     scale = (WIDTH - left - 12) / whole
-    parts = []
+    title = f"{what} of {format_seconds(whole)}"
+    parts = [_text(left, 15, title, css="small")]
+    x = left + 7.0 * len(title)
+    for kind, words in shown_kinds({name[0] for _, name, _, _ in drawn}):
+        parts += [_rect(x, 6, 11, 11, kind), _text(x + 16, 15, words, css="small")]
+        x += 32 + 6.2 * len(words)
     for index, name in enumerate(rows):
         parts.append(_text(left - 8, top + index * row + 14, name, css="small", anchor="end"))
         parts.append(_rect(left, top + index * row, whole * scale, row - 3, "rest"))
@@ -262,4 +278,4 @@ def _timeline(
             if width > 7 * len(name) + 4:
                 parts.append(_text(left + begin * scale + 3, y + 12.5, name, css=f"label {kind}"))
             begin, end = 0.0, end - until if until < end else 0.0
-    return _svg(top + len(rows) * row + 6, f"{what} of {format_seconds(whole)}", bottleneck_words(plan), parts)
+    return _svg(top + len(rows) * row + 6, title, bottleneck_words(plan), parts)

@@ -211,7 +211,7 @@ class Moments:
     the boundary and their side.
 
     Args:
-        ends: count also at the instants at which it may shrink.
+        ends: count also at the instants at which it may shrink, and at the beginning.
     """
 
     def __init__(
@@ -249,8 +249,9 @@ class Moments:
             *(r for r, _ in inside.values()),
         ]
         starts = [r.starts for r in (*residents, *running.values())]
-        if ends:
+        if ends and starts:
             starts += [r.lasting_ends for r in (*residents, *running.values())]
+            starts.append(np.zeros(1, dtype=np.int64))  # weights are there before the first operation
         instants = np.unique(np.concatenate(starts)) if starts else np.zeros(0, dtype=np.int64)
         self.instants = instants[(instants >= timeline.window[0]) & (instants < timeline.window[1])]
         """Ticks."""

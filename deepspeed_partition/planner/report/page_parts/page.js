@@ -7,6 +7,7 @@ const HUES = {F: "F", f: "F", R: "R", B: "B", I: "B", W: "W", S: "S"};
 const TERMS = ["weights", "stash", "buffers", "transient", "fixed"];
 const GUTTER = 104, AXIS = 24;
 const HINT = "An arrow key or a click chooses an operation: its words stand here.";
+const LAYER_HINT = "The left or right arrow key or a click chooses a layer: its words stand here.";
 
 function seconds(value) {
   if (!value) return "0 s";
@@ -116,7 +117,8 @@ class View {  // a canvas of lanes below a time axis, in a box that scrolls; onl
     for (const lane of this.shown()) {
       if (lane.y + lane.height < top + AXIS || lane.y > top + this.height) continue;
       c.fillStyle = hue.dim; c.textAlign = "right";
-      c.fillText(lane.label, GUTTER - 8, lane.y + lane.height / 2);
+      c.fillText(lane.label, GUTTER - 8, lane.y + lane.height / 2 - (lane.note ? 9 : 0));
+      if (lane.note) c.fillText(lane.note, GUTTER - 8, lane.y + lane.height / 2 + 9);
       c.save(); c.beginPath(); c.rect(GUTTER, lane.y, this.plot(), lane.height); c.clip();
       this.painter.paint(c, this, lane); c.restore();
     }
@@ -172,8 +174,8 @@ class View {  // a canvas of lanes below a time axis, in a box that scrolls; onl
 const tip = by("tip");
 function showTip(text, x, y) {
   tip.textContent = text; tip.style.display = "block";
-  tip.style.left = Math.min(x + 14, innerWidth - tip.offsetWidth - 8) + "px";
-  tip.style.top = Math.min(y + 16, innerHeight - tip.offsetHeight - 8) + "px";
+  tip.style.left = Math.max(8, Math.min(x + 14, innerWidth - tip.offsetWidth - 8)) + "px";
+  tip.style.top = Math.max(8, Math.min(y + 16, innerHeight - tip.offsetHeight - 8)) + "px";
 }
 function hideTip() { tip.style.display = "none"; }
 
@@ -354,7 +356,7 @@ const memory = {
 function drawLayers() {
   const canvas = by("layers");
   if (!canvas) return;
-  const width = canvas.parentElement.clientWidth, height = 300, scale = devicePixelRatio || 1;
+  const width = canvas.parentElement.clientWidth, height = 292, scale = devicePixelRatio || 1;
   canvas.width = width * scale; canvas.height = height * scale; canvas.style.width = width + "px";
   canvas.style.height = height + "px";
   const c = canvas.getContext("2d"); c.setTransform(scale, 0, 0, scale, 0, 0);
@@ -376,13 +378,19 @@ function drawLayers() {
     });
     c.strokeStyle = hue.edge; c.strokeRect(GUTTER, top, each * layers.length, tall);
   }
+  // Where stages are narrow, lines across the bars would hide them: they stand between the two pictures alone.
+  const isDense = (width - GUTTER - 8) / data.stages.length < 10, lines = isDense ? [[14, 20], [142, 162], [285, 290]] : [[14, 290]];
+  let free = GUTTER;  // where the next label may begin
   data.stages.forEach((stage, i) => {
     const from = GUTTER + stage.layers[0] * each, until = GUTTER + stage.layers[1] * each;
-    c.strokeStyle = hue.text; c.lineWidth = 1; c.setLineDash([3, 3]); c.beginPath(); c.moveTo(from, 14); c.lineTo(from, 290);
-    c.stroke(); c.setLineDash([]);
+    c.strokeStyle = hue.text; c.lineWidth = 1; c.setLineDash(isDense ? [] : [3, 3]);
+    for (const [top, bottom] of lines) { c.beginPath(); c.moveTo(from, top); c.lineTo(from, bottom); c.stroke(); }
+    c.setLineDash([]);
     c.fillStyle = hue.dim; c.textAlign = "center";
-    const texts = ["stage " + i + ", device " + stage.device, String(i)];
-    c.fillText(texts.find(text => c.measureText(text).width + 4 < until - from) || "", (from + until) / 2, 8);
+    const whole = "stage " + i + ", device " + stage.device, middle = (from + until) / 2;
+    const text = c.measureText(whole).width + 4 < until - from ? whole : String(i), half = c.measureText(text).width / 2;
+    if (middle - half < free) return;
+    c.fillText(text, middle, 8); free = middle + half + 8;
   });
   if (layerChosen !== null) {
     c.strokeStyle = hue.select; c.lineWidth = 2; c.strokeRect(GUTTER + layerChosen * each, 16, Math.max(each - 1, 2), 272);
@@ -407,14 +415,18 @@ function watchLayers() {
     i === null ? hideTip() : showTip(layerWords(i), event.clientX, event.clientY);
   });
   canvas.addEventListener("pointerleave", hideTip);
+  by("layer-told").textContent = LAYER_HINT;
+  const chooseLayer = i => {
+    layerChosen = Math.min(Math.max(i, 0), data.layers.length - 1);
+    by("layer-told").textContent = layerWords(layerChosen).replaceAll("\n", " · ");
+    drawLayers();
+  };
+  canvas.addEventListener("pointerdown", event => { const i = at(event); if (i !== null) chooseLayer(i); });
   canvas.addEventListener("keydown", event => {
     const steps = {ArrowLeft: -1, ArrowRight: 1};
     if (!(event.key in steps)) return;
     event.preventDefault();
-    const next = layerChosen === null ? 0 : layerChosen + steps[event.key];
-    layerChosen = Math.min(Math.max(next, 0), data.layers.length - 1);
-    by("layer-told").textContent = layerWords(layerChosen).replaceAll("\n", " · ");
-    drawLayers();
+    chooseLayer(layerChosen === null ? 0 : layerChosen + steps[event.key]);
   });
   new ResizeObserver(() => requestAnimationFrame(drawLayers)).observe(canvas.parentElement);
 }
@@ -446,7 +458,8 @@ function operationTable() {
   const table = document.createElement("table");
   table.innerHTML = "<thead><tr><th>run<th>operation<th>micro-batch<th>where<th>start<th>duration</tr></thead>";
   table.append(body); show();
-  place.replaceChildren(button("earlier", -1), " ", button("later", 1), line, table);
+  const box = document.createElement("div"); box.className = "scroll"; box.append(table);
+  place.replaceChildren(button("earlier", -1), " ", button("later", 1), line, box);
 }
 
 // Begin
@@ -482,7 +495,9 @@ function begin() {
       return Math.max(0, ...own.totals);
     }));
     const limit = data.memory_bytes <= 3 * most ? Math.max(most, data.memory_bytes) : most;
-    new View(by("memory"), data.memory.map((own, index) => ({label: "device " + index, index, height: 72, most: limit})), memory);
+    const lanesOf = data.memory.map((own, index) =>
+      ({label: "device " + index, note: data.peaks[index], index, height: 72, most: limit}));
+    new View(by("memory"), lanesOf, memory);
   }
   watchLayers();
   const redraw = () => { readColours(); shared.views.forEach(each => each.later()); drawLayers(); };
