@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 from types import ModuleType
 
@@ -177,6 +178,7 @@ def test_the_ideal_of_an_order_of_torch():
     orders = [one_f_one_b(rank) for rank in range(ranks)]
     assert links.least_seconds(orders, 1.0, 0.0) == 3.0 * (number + ranks - 1)
     assert links.least_seconds(orders, 1.0, 0.25) > 3.0 * (number + ranks - 1) + 2 * (ranks - 1) * 0.25 - 1e-9
+    assert links.least_seconds(orders, 1.0, 0.0, 0.5) == 4.0 * (number + ranks - 1)
     halves = [
         [half for kind, stage, at in order for half in ([(kind, stage, at)] if kind == "F" else
                                                          [("I", stage, at), ("W", stage, at)])]
@@ -188,19 +190,53 @@ def test_the_ideal_of_an_order_of_torch():
         links.least_seconds([[("B", 0, 0), ("F", 0, 0)], [("F", 1, 0), ("B", 1, 0)]], 1.0, 0.0)
 
 
+def test_a_layer_runs_on_within_its_pass_alone(monkeypatch):
+    """A stage of one layer that ran two backwards, idle in between, once slept less in the second one."""
+    import torch
+
+    layers = loaded("sleeping_schedules/split_layers.py")
+    now, slept = [0.0], []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        now[0] += seconds
+
+    clock = types.SimpleNamespace(perf_counter=lambda: now[0], thread_time=lambda: 0.0, sleep=sleep)
+    monkeypatch.setattr(layers, "time", clock)
+    layer = layers.SplitLayer(1, 1.0, 4.0, 4)
+    outputs = [layer(torch.zeros(1, 4, requires_grad=True)).sum() for _ in range(2)]
+    for output in outputs:
+        output.backward()
+        now[0] += 0.5
+    assert slept == [1.0, 1.0, 2.0, 2.0, 2.0, 2.0]
+
+
+def test_work_between_layers_that_do_not_run_on_is_the_engines():
+    """Work within layers, and from a layer to the next one of its pass, is part of the time that they sleep."""
+    layers = loaded("sleeping_schedules/split_layers.py")
+    at = [layers.Instant(0.0, worked, 2 * worked) for worked in (1.0, 1.0, 1.5, 1.75, 2.0, 4.0, 5.0)]
+    work = layers.Work(at[0])
+    work.add(at[1], at[2], runs_on=False)
+    work.add(at[3], at[4], runs_on=True)
+    work.add(at[5], at[6], runs_on=False)
+    assert (work.begin, work.end, work.worked_seconds, work.queued_seconds) == (at[0], at[6], 2.0, 4.0)
+
+
 def test_layers_sleep_both_halves_of_a_backward():
     """A pass through a stage sleeps each of its parts once. Red where the first layer has no gradient to give."""
     import torch
 
     layers = loaded("sleeping_schedules/split_layers.py")
-    slept = []
+    slept, passes = [], []
 
     class Noted(layers.SplitLayer):
-        def sleep(self, kind, begin):
+        def sleep(self, kind, begin, in_pass):
             slept.append((self.number, kind))
+            passes.append(in_pass)
 
     stage = torch.nn.Sequential(*(Noted(number, 0.0, 0.0, 4) for number in range(2)))
     stage(torch.zeros(1, 4)).sum().backward()
     assert slept[:2] == [(0, "F"), (1, "F")]
+    assert passes[0] == passes[1] != passes[2] and len(set(passes[2:])) == 1
     assert sorted(slept[2:]) == [(0, "I"), (0, "W"), (1, "I"), (1, "W")]
     assert all(weight.grad is not None for weight in stage.parameters())

@@ -16,6 +16,9 @@ posted, its link has been free and the seconds of the link are over, whoever run
   backwards in two halves, which the layers here do alike.
 
 A step of each in turn. The ideal of a row is what its order takes where nothing but layers and links takes time.
+The ideal with the engine counts the processor time of the thread that computes, too, as it was in these steps:
+what it takes between layers for each operation, and once for each step before the first layer and behind the last.
+That with the queue counts, too, how long this thread waited for a processor there, as Linux counts it.
 """
 
 from __future__ import annotations
@@ -24,7 +27,6 @@ import argparse
 import gc
 import json
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import date
@@ -48,7 +50,7 @@ from interleaved import engine_for_plan, environment
 from orders import orders_of
 from simulated import simulated_step
 from sleeping_report import report
-from split_layers import SplitLayer
+from split_layers import Instant, SplitLayer
 from torch_links import LinkedPipeline, actions_of, least_seconds
 
 LAYERS_PER_RANK = 4
@@ -110,9 +112,26 @@ class Contender:
     """One engine on one order."""
 
     name: str
-    ideal_seconds: float
+    ideal: Callable[[float], float]
+    """Returns what the order takes, in seconds, where each operation takes so many seconds beside its layers."""
+    num_operations: float
+    """Operations of a rank, in the mean."""
     step: Callable[[], Any]
     close: Callable[[], None]
+
+
+@dataclass
+class Taken:
+    """What steps of a contender took."""
+
+    seconds: list[float]
+    """Of each step, on the slowest rank."""
+    worked_seconds: float = 0.0
+    """Processor time of the thread that computes, between layers, for each operation: mean of ranks and steps."""
+    queued_seconds: float = 0.0
+    """Time that it waited there for a processor, for each operation."""
+    once_seconds: float = 0.0
+    """Processor time before the first layer of a step and behind the last one."""
 
 
 def interleaved(setting: Setting, num_ranks: int) -> Plan:
@@ -131,10 +150,11 @@ def interleaved(setting: Setting, num_ranks: int) -> Plan:
     return replace(plan, stages=stages, step=replace(plan.step, order=orders))
 
 
-def found(setting: Setting, num_ranks: int, seconds: float) -> Plan:
-    """Return the plan that madpipe finds for a step."""
+def found(setting: Setting, num_ranks: int, seconds: float, operation_seconds: float) -> Plan:
+    """Return the plan that madpipe finds for a step, which counts what the engine takes for an operation."""
+    platform = replace(setting.platform(num_ranks), operation_seconds=operation_seconds)
     return make_plan(
-        setting.chain(num_ranks), setting.platform(num_ranks), "madpipe", recompute="never",
+        setting.chain(num_ranks), platform, "madpipe", recompute="never",
         num_micro_batches=setting.num_micro_batches, time_limit_seconds=seconds,
     )  # fmt: skip
 
@@ -155,8 +175,13 @@ def ours(name: str, setting: Setting, plan: Plan) -> Contender:
         gradient_clipping=0.0,
     )
     data = repeat((torch.zeros(1, 1), torch.zeros(1)))
-    ideal = simulated_step(plan, chain, number).step_seconds
-    return Contender(name, ideal, lambda: engine.train_batch(data), engine.destroy)
+
+    def ideal(operation_seconds: float) -> float:
+        platform = replace(plan.platform, operation_seconds=operation_seconds)
+        return simulated_step(replace(plan, platform=platform), chain, number).step_seconds
+
+    num_operations = 2 * number * len(plan.stages) / num_ranks
+    return Contender(name, ideal, num_operations, lambda: engine.train_batch(data), engine.destroy)
 
 
 def torchs(schedule: str, setting: Setting) -> Contender:
@@ -173,39 +198,66 @@ def torchs(schedule: str, setting: Setting) -> Contender:
         ]
     else:
         orders = actions_of(schedule, num_ranks, num_stages, number)
-    ideal = least_seconds(orders, setting.stage_seconds, setting.link_seconds)
-    return Contender(f"{schedule} v={setting.stages_per_rank}", ideal, pipeline.step, pipeline.close)
+
+    def ideal(operation_seconds: float) -> float:
+        return least_seconds(orders, setting.stage_seconds, setting.link_seconds, operation_seconds)
+
+    num_operations = sum(map(len, orders)) / num_ranks
+    name = f"{schedule} v={setting.stages_per_rank}"
+    return Contender(name, ideal, num_operations, pipeline.step, pipeline.close)
 
 
 def contenders(setting: Setting, planning_seconds: float) -> list[Contender]:
     num_ranks, stages_per_rank = dist.get_world_size(), setting.stages_per_rank
-    plan = from_rank_0(lambda: found(setting, num_ranks, planning_seconds))
     same = from_rank_0(lambda: interleaved(setting, num_ranks))
     schedule = "Schedule1F1B" if stages_per_rank == 1 else "ScheduleInterleaved1F1B"
-    all_of_them = [
-        ours("madpipe", setting, plan),
-        ours(f"MadPipe v={stages_per_rank}", setting, same),
-        torchs(schedule, setting),
-        torchs("ScheduleInterleavedZeroBubble", setting),
-    ]
-    _, mine, theirs, _ = all_of_them
-    assert abs(mine.ideal_seconds / theirs.ideal_seconds - 1) < 1e-3, "two simulations of one order"
-    return all_of_them
+    mine = ours(f"MadPipe v={stages_per_rank}", setting, same)
+    first = measured([mine], 1)[mine.name]
+    beside = first.worked_seconds + first.queued_seconds
+    plan = from_rank_0(lambda: found(setting, num_ranks, planning_seconds, beside))
+    theirs = torchs(schedule, setting)
+    for seconds in (0.0, beside):
+        assert abs(mine.ideal(seconds) / theirs.ideal(seconds) - 1) < 1e-3, "two simulations of one order"
+    return [ours("madpipe", setting, plan), mine, theirs, torchs("ScheduleInterleavedZeroBubble", setting)]
 
 
-def measured(taken: list[Contender], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each one's steps on the slowest rank, after a round that warms up."""
-    seconds: dict[str, list[float]] = {each.name: [] for each in taken}
+def measured(contenders: list[Contender], rounds: int) -> dict[str, Taken]:
+    """Return what each one's steps took, after a round that warms up."""
+    found = {each.name: Taken([]) for each in contenders}
+    part = 1 / (rounds * dist.get_world_size())
     for round_ in range(rounds + 1):
-        for each in taken:
+        for each in contenders:
+            SplitLayer.work = None
             dist.barrier()
-            began = time.perf_counter()
+            began = Instant.now()
             each.step()
-            lasted = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+            ended, work = Instant.now(), SplitLayer.work
+            assert work is not None, "each rank has layers"
+            lasted = torch.tensor([ended.seconds - began.seconds], dtype=torch.float64)
+            of_all = ended.worked_seconds - began.worked_seconds
+            once = of_all - (work.end.worked_seconds - work.begin.worked_seconds)
+            number = each.num_operations
+            engine = [work.worked_seconds / number, work.queued_seconds / number, once]
+            means = torch.tensor(engine, dtype=torch.float64)
             dist.all_reduce(lasted, op=dist.ReduceOp.MAX)
+            dist.all_reduce(means)
             if round_:
-                seconds[each.name].append(float(lasted))
-    return seconds
+                taken, (worked, queued, once) = found[each.name], (part * means).tolist()
+                taken.seconds.append(float(lasted))
+                taken.worked_seconds += worked
+                taken.queued_seconds += queued
+                taken.once_seconds += once
+    return found
+
+
+def save(path: Path, first: dict[str, Any], lines: list[dict[str, Any]]) -> None:
+    """Write lines into a file, in the place of those of the same settings; those of other settings stay."""
+    settings = {(line["share"], line["stages_per_rank"]) for line in lines}
+    before = [json.loads(line) for line in path.read_text().splitlines()[1:]] if path.exists() else []
+    others = [line for line in before if (line["share"], line["stages_per_rank"]) not in settings]
+    every = sorted(others + lines, key=lambda line: (line["share"], line["stages_per_rank"]))
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in (first, *every)))
 
 
 def main() -> None:
@@ -218,7 +270,7 @@ def main() -> None:
     )
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--planning-seconds", type=float, default=2.0)
-    parser.add_argument("--save", action="store_true", help="write results/ beside this file")
+    parser.add_argument("--save", action="store_true", help="write results/ beside this file; other settings stay")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     deepspeed.init_distributed()
@@ -229,22 +281,26 @@ def main() -> None:
             taken = contenders(setting, arguments.planning_seconds)
             gc.collect()
             gc.freeze()  # to look for garbage among all that was imported takes a rank 0.2 s, each at another time
-            seconds = measured(taken, arguments.rounds)
+            figures = measured(taken, arguments.rounds)
             for each in taken:
+                figure = figures[each.name]
                 lines.append({
                     "engine": each.name, "ranks": dist.get_world_size(), "stages_per_rank": stages_per_rank,
                     "share": share, "link_ms": 1e3 * setting.link_seconds, "message_bytes": 4 * setting.numbers,
                     "layer_ms": arguments.layer_ms, "micro_batches": arguments.micro_batches,
-                    "ideal_seconds": each.ideal_seconds, "seconds": seconds[each.name],
+                    "worked_seconds": figure.worked_seconds, "queued_seconds": figure.queued_seconds,
+                    "once_seconds": figure.once_seconds, "seconds": figure.seconds,
+                    "ideal_seconds": each.ideal(0.0),
+                    "with_engine_seconds": each.ideal(figure.worked_seconds) + figure.once_seconds,
+                    "with_queue_seconds":
+                        each.ideal(figure.worked_seconds + figure.queued_seconds) + figure.once_seconds,
                 })  # fmt: skip
                 each.close()
             if dist.get_rank() == 0:
                 report(lines[-len(taken) :])
     if dist.get_rank() == 0 and arguments.save:
         path = HERE / "results" / f"{dist.get_world_size()}_ranks_{date.today():%Y%m}.jsonl"
-        path.parent.mkdir(exist_ok=True)
-        first = {"environment": environment()}
-        path.write_text("".join(json.dumps(line) + "\n" for line in (first, *lines)))
+        save(path, {"environment": environment()}, lines)
         print(f"saved {path.name}")
     dist.barrier()
     dist.destroy_process_group()

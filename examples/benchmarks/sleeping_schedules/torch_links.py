@@ -102,13 +102,16 @@ def actions_of(schedule: str, num_ranks: int, num_stages: int, num_micro_batches
     ]
 
 
-def least_seconds(orders: Sequence[Sequence[Action]], stage_seconds: float, link_seconds: float) -> float:
+def least_seconds(
+    orders: Sequence[Sequence[Action]], stage_seconds: float, link_seconds: float, operation_seconds: float = 0.0
+) -> float:
     """Return what a step takes where each action begins as soon as it may, and each direction of a link is one.
 
     Torch's first stage leaves both halves of its backward to the second one.
 
     Args:
         stage_seconds: of a forward; a backward takes twice that.
+        operation_seconds: of each action beside its stage.
     """
     last = max(stage for order in orders for _, stage, _ in order)
     seconds = {"F": stage_seconds, "I": stage_seconds, "W": stage_seconds, "B": 2 * stage_seconds}
@@ -136,7 +139,7 @@ def least_seconds(orders: Sequence[Sequence[Action]], stage_seconds: float, link
         duration = seconds[kind]
         if stage == 0 and kind in ("I", "W"):
             duration = 0.0 if kind == "I" else 2 * stage_seconds
-        now[rank] = end = begin + duration
+        now[rank] = end = begin + duration + operation_seconds
         at[rank] += 1
         to = stage + 1 if kind == "F" else stage - 1
         if kind != "W" and 0 <= to <= last:
