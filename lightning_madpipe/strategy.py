@@ -42,7 +42,7 @@ from deepspeed_partition.options import Options
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.weight_versions import FLUSH
 from lightning_madpipe.captured_layers import captured_layers
-from lightning_madpipe.checkpoint.saving import Checkpointing
+from lightning_madpipe.checkpoint.saving import GATHERED_BY_ALL, Checkpointing
 from lightning_madpipe.checkpoint.whole_model import PLACES
 from lightning_madpipe.compat.callback_patches import show_all_to_callbacks
 from lightning_madpipe.compat.elsewhere import AFTER_A_RUN, AFTER_AN_EXCEPTION
@@ -638,10 +638,11 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         """Put the whole model on every rank, after a run that left each rank with its own layers. Collective.
 
         Raises:
-            MisconfigurationException: there is not enough memory for it, on every rank.
+            MisconfigurationException: there is not enough memory for it, on every rank; or some rank did not come.
         """
         if isinstance(self.launcher, ForkedRanks) and pipeline_of(self._module) is None:
             return  # a notebook gets it whole
+        self._wait_for_all("trainer.strategy.gather_model()", GATHERED_BY_ALL)
         if not self._spread.is_whole_everywhere():
             self._spread.gather("every_rank", is_rank_zero=self.is_global_zero)
         if not self.pipeline.is_whole:

@@ -66,11 +66,11 @@ from deepspeed_partition.engine.repairs import (
 )
 from deepspeed_partition.engine.repartition.part_descriptions import remember_attributes
 from deepspeed_partition.engine.runtime import accelerator
+from deepspeed_partition.engine.runtime.all_come import wait_until_all_come
 from deepspeed_partition.engine.runtime.collectives import from_rank_0
 from deepspeed_partition.engine.runtime.environment import (
     announce,
     check_writable,
-    log_here,
     planning_is_off,
 )
 from deepspeed_partition.engine.runtime.first_failure import is_raised_by_all
@@ -90,13 +90,15 @@ from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.planner.report.step_figures import StepFigures
 from deepspeed_partition.planner.units import counted
 from deepspeed_partition.planner.weight_versions import FLUSH, TWO_VERSIONS
-from deepspeed_partition.profiling.arrivals import wait_for_all
 from deepspeed_partition.schedule.endless import EndlessProgram, lower_endless
 from deepspeed_partition.schedule.instructions import Compute, Instruction
 
 SAVED_BY_ALL = (
     "each rank writes its layers, so call save_checkpoint on every rank, and not under a condition such as "
     "`if rank == 0`"
+)
+MOVED_BY_ALL = (
+    "layers move between ranks, so call recut on every rank, and not under a condition such as `if rank == 0`"
 )
 MONITORED_STEPS = 10
 """Steps between two writings of figures to DeepSpeed's monitor, where ``steps_per_print`` says nothing."""
@@ -430,6 +432,7 @@ class MadPipeEngine(ResumingEngine):
             RuntimeError: within a step; or an optimizer whose state cannot be told apart by parameters; or a hook
                 or an attribute on a layer that moves, which would stay behind.
         """
+        wait_until_all_come("engine.recut()", MOVED_BY_ALL)
         if isinstance(plan, str | os.PathLike):
             plan = load_plan(plan)
         # A later run that is planned otherwise asks for another cut than the one that is left here.
@@ -838,8 +841,7 @@ class MadPipeEngine(ResumingEngine):
     # Checkpoints
 
     def save_checkpoint(self, save_dir, tag=None, *args: Any, **kwargs: Any):
-        if dist.get_world_size() > 1:
-            wait_for_all("engine.save_checkpoint()", SAVED_BY_ALL, say=log_here)
+        wait_until_all_come("engine.save_checkpoint()", SAVED_BY_ALL)
         self.come_to_rest()
         originals = nullcontext() if self._pending.warm_up is None else self._pending.warm_up.originals()
         with originals, self._whole_states():

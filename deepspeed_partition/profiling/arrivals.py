@@ -25,6 +25,8 @@ def wait_for_all(
     *,
     say: Callable[[str], object] | None = None,
     is_asked_to_end: Callable[[], bool] = lambda: False,
+    why_not_coming: Callable[[int], str | None] = lambda rank: None,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> None:
     """Return when every rank of ``group`` has come to this call as often as this one; say for which it waits.
 
@@ -36,19 +38,26 @@ def wait_for_all(
         group: Its ranks; by default all ranks.
         say: What is given the sentence after ``SAID_AFTER_SECONDS``; by default the logger of measurements.
         is_asked_to_end: Whether this process is to end, such as by SIGTERM: then it waits no longer than that.
+        why_not_coming: Gives the sentence about a rank that will never come, such as one whose process has ended;
+            None where it may come still.
+        is_over: Whether all have come to what they do together, by this call or by another one.
 
     Raises:
-        RuntimeError: one has not come for ``ENDS_AFTER_SECONDS``.
+        RuntimeError: one has not come for ``ENDS_AFTER_SECONDS``, or never will.
     """
     store, rank = _get_default_store(), dist.get_rank()
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     keys = {each: f"madpipe/{call}/{'-'.join(map(str, ranks))}/{each}" for each in ranks}
     mine, missing = store.add(keys[rank], 1), ranks
     began, has_said, interval = time.monotonic(), False, LOOKS_EACH_SECONDS
-    while missing := [each for each in missing if store.add(keys[each], 0) < mine]:
+    while (missing := [each for each in missing if store.add(keys[each], 0) < mine]) and not is_over():
         waited = time.monotonic() - began
         named = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
         sentence = f"{call} has waited {waited:.0f} s on rank {rank} for {named}: {what_to_do}"
+        lost = [why for each in missing if (why := why_not_coming(each)) is not None]
+        if lost:
+            store.add(keys[rank], -1)
+            raise RuntimeError(f"{call} waits on rank {rank} for {named}, and {', '.join(lost)}: {what_to_do}")
         ends = is_asked_to_end() and waited > SAID_AFTER_SECONDS
         if waited > SAID_AFTER_SECONDS and not has_said and not ends:
             has_said = True

@@ -18,9 +18,8 @@ from deepspeed.pipe import TiedLayerSpec
 from deepspeed_partition.engine.checkpoint import atomic_folders
 from deepspeed_partition.engine.checkpoint.checkpoint_engine import say_what_was_unpickled
 from deepspeed_partition.engine.checkpoint.unpickling import Reader
+from deepspeed_partition.engine.runtime.all_come import wait_until_all_come
 from deepspeed_partition.engine.runtime.collectives import from_rank_0, refused_together
-from deepspeed_partition.engine.runtime.environment import log_here
-from deepspeed_partition.profiling.arrivals import wait_for_all
 from lightning_madpipe.checkpoint import checkpoint_folders
 from lightning_madpipe.checkpoint.weight_copies import COPIES
 from lightning_madpipe.compat.namespace import Lightning
@@ -41,6 +40,8 @@ GATHERED_FROM_ALL = (
     "each rank has a part of the model, so call it on every rank, and use what it returns on rank 0; the others "
     "get nothing"
 )
+GATHERED_BY_ALL = "each rank has a part of the model, so call it on every rank"
+LOADED_BY_ALL = "each rank reads its layers, so call it on every rank"
 MEETING_SECONDS = 20.0
 """How long a rank with an exception waits for the others before it gives up the checkpoint of it."""
 
@@ -155,7 +156,7 @@ class Checkpointing(DeepSpeedStrategy):
         engine = self.deepspeed_engine
         wants_to_stop = getattr(engine, "wants_to_stop", None) or (lambda: False)
         try:
-            wait_for_all(call, what_to_do, say=log_here, is_asked_to_end=wants_to_stop)
+            wait_until_all_come(call, what_to_do, is_asked_to_end=wants_to_stop)
         except RuntimeError as error:
             raise self._lightning.refusal(str(error)) from None
 
@@ -257,6 +258,7 @@ class Checkpointing(DeepSpeedStrategy):
             MisconfigurationException: nothing there, a damaged folder, another model, or a file to resume from;
                 on every rank.
         """
+        self._wait_for_all("trainer.strategy.load_checkpoint()", LOADED_BY_ALL)
         path, fitting = os.fspath(checkpoint_path), self._module.trainer.state.fn == "fit"
         try:
             if from_rank_0(lambda: _found_folder(path)):

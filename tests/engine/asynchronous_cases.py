@@ -26,7 +26,7 @@ from deepspeed_partition.engine.runtime import environment
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.planned_peak import PlannedPeak
 from deepspeed_partition.planner.errors import PlanMismatchError
-from deepspeed_partition.profiling import limit_memory
+from deepspeed_partition.profiling import arrivals, limit_memory
 from deepspeed_partition.schedule.instructions import Compute
 from tests.engine import plans
 from tests.engine.pipelines import WIDTH, Block, Whole, halving, loss_fn, mlp, tied
@@ -223,6 +223,25 @@ def rests_on_the_way(folder: Path) -> None:
         resumed.stages = [number for number, stage in enumerate(again.plan.stages) for _ in range(*stage.layers)]
         same(found, [resumed.train(batch) for batch in data[5:9]])
         same_weights(again, resumed)
+
+
+def a_rest_on_one_rank(_: Path) -> None:
+    """The rank that came to rest alone waited for ever for the others."""
+    data = batches(4)
+    engine = begin(plan_for((0, 1), [0, 3, 8], "stashing"), OPTIMIZERS["sgd"])
+    items = mine(engine, data)
+    for _ in range(2):
+        call(engine, items)
+    assert engine._endless.is_under_way
+    if engine.global_rank == 1:
+        with (
+            patch.object(arrivals, "ENDS_AFTER_SECONDS", 0.2),
+            raised(
+                RuntimeError, "come_to_rest() has waited 0 s on rank 1 for rank 0: the stages finish their batches"
+            ),
+        ):
+            engine.come_to_rest()
+    dist.barrier()
 
 
 def more_runs_ahead_than_a_batch(_: Path) -> None:
@@ -743,6 +762,7 @@ CASES = {
     2: [
         delayed_updates_equal_one_process,
         rests_on_the_way,
+        a_rest_on_one_rank,
         more_runs_ahead_than_a_batch,
         forwards_and_backwards_use_the_same_weights,
         schedules_and_clipping,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -1306,23 +1307,37 @@ def what_an_optimizer_keeps_of_its_weights_goes_with_them(_: Path) -> None:
         same(train(engine, data[7:]), expected[7:])
 
 
-def a_checkpoint_on_one_rank(folder: Path) -> None:
-    """The rank that saves alone waited for ever for the others."""
+@contextmanager
+def in_vain(words: str) -> Iterator[None]:
+    """A call on rank 1 alone, which is refused with these words after it has said for whom it waits."""
+    with (
+        patch.object(arrivals, "SAID_AFTER_SECONDS", 0.05),
+        patch.object(arrivals, "ENDS_AFTER_SECONDS", 0.2),
+        said_here() as said,
+        pytest.raises(RuntimeError, match=re.escape(f"on rank 1 for rank 0: {words}")),
+    ):
+        yield
+    [sentence] = said
+    assert f"has waited 0 s on rank 1 for rank 0: {words}" in sentence
+
+
+def calls_on_one_rank(folder: Path) -> None:
+    """The rank that saves, loads or moves layers alone waited for ever for the others."""
     engine, _, _ = start(mlp(), "madpipe", planned(cut()))
-    if engine.global_rank == 1:
-        with (
-            patch.object(arrivals, "SAID_AFTER_SECONDS", 0.05),
-            patch.object(arrivals, "ENDS_AFTER_SECONDS", 0.2),
-            said_here() as said,
-            pytest.raises(RuntimeError, match="on rank 1 for rank 0: each rank writes its layers, so call"),
-        ):
-            engine.save_checkpoint(str(folder))
-        [sentence] = said
-        assert sentence.startswith(
-            "engine.save_checkpoint() has waited 0 s on rank 1 for rank 0: each rank writes"
-        )
-    dist.barrier()
     assert engine.save_checkpoint(str(folder))
+    before = list(engine.module.parts)
+    if engine.global_rank == 1:
+        with in_vain("each rank writes its layers, so call save_checkpoint on every rank"):
+            engine.save_checkpoint(str(folder))
+        with in_vain("each rank reads its layers, so call load_checkpoint on every rank"):
+            engine.load_checkpoint(str(folder))
+        with in_vain("layers move between ranks, so call recut on every rank"):
+            engine.recut([0, 5, 8])
+    dist.barrier()
+    assert engine.save_checkpoint(str(folder)) and engine.load_checkpoint(str(folder))[0] is not None
+    assert list(engine.module.parts) == before
+    engine.recut([0, 5, 8])
+    assert list(engine.module.parts) == [0, 5, 8]
 
 
 class Views(nn.Module):
@@ -1363,7 +1378,7 @@ def tensors_of_one_memory(_: Path) -> None:
 
 
 CASES = [
-    a_checkpoint_on_one_rank,
+    calls_on_one_rank,
     a_tensor_that_is_returned_twice, tensors_of_one_memory,
     what_an_optimizer_keeps_of_its_weights_goes_with_them,
     optimizers_that_see_a_part, schedules_that_see_a_part,

@@ -23,8 +23,9 @@ from pytorch_lightning.tuner import Tuner
 from torch import nn, optim
 from torch.optim import lr_scheduler as schedulers
 
+from deepspeed_partition.engine.runtime import all_come
 from deepspeed_partition.profiling import arrivals
-from lightning_madpipe.checkpoint import checkpoint_folders, saving
+from lightning_madpipe.checkpoint import checkpoint_folders
 from tests.lightning import checkpoint_cases
 from tests.lightning import lightning_cases as cases
 from tests.lightning.checkpoint_cases import Keeping
@@ -830,10 +831,12 @@ class SavesOnRankZero(pl.Callback):
                     patch.object(arrivals, "SAID_AFTER_SECONDS", 0.05),
                     patch.object(arrivals, "ENDS_AFTER_SECONDS", seconds),
                     patch.object(trainer.strategy.deepspeed_engine, "wants_to_stop", lambda: asked),  # noqa: B023
-                    patch.object(saving, "log_here", self.said.append),
+                    patch.object(all_come, "log_here", self.said.append),
                 ):
                     self.refused.append(refused(lambda: trainer.save_checkpoint(self.path)))
                     self.refused.append(refused(trainer.strategy.lightning_module_state_dict))
+                    self.refused.append(refused(lambda: trainer.strategy.load_checkpoint(self.path)))
+                    self.refused.append(refused(trainer.strategy.gather_model))
         trainer.strategy.barrier()
         trainer.save_checkpoint(self.path)
 

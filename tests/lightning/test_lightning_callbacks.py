@@ -319,13 +319,29 @@ def test_weights_that_a_callback_takes_follow_their_layers(two: Records) -> None
 def test_a_checkpoint_on_one_rank_names_those_that_do_not_come(two: Records) -> None:
     """It waited for ever, as does `if trainer.is_global_zero: trainer.save_checkpoint(path)` of one process."""
     first, second = (rank["saved_on_one_rank"] for rank in two.ranks)
-    said, of_weights = first["said"]
+    said, of_weights, of_loading, of_gathering = first["said"]
+    assert of_loading.startswith(
+        "trainer.strategy.load_checkpoint() has waited 0 s on rank 0 for rank 1: each rank"
+    )
+    assert of_gathering.startswith(
+        "trainer.strategy.gather_model() has waited 0 s on rank 0 for rank 1: each rank"
+    )
     assert of_weights.startswith(
         "trainer.strategy.lightning_module_state_dict() has waited 0 s on rank 0 for rank"
     )
     assert said.startswith("trainer.save_checkpoint() has waited 0 s on rank 0 for rank 1: each rank has a part")
-    assert len(first["refused"]) == 4 and all("on rank 0 for rank 1: each" in each for each in first["refused"])
+    assert len(first["refused"]) == 8 and all("on rank 0 for rank 1: each" in each for each in first["refused"])
     assert first["is_there"] and second == {"said": [], "refused": [], "is_there": True}
+
+
+def test_a_rank_at_the_end_of_its_program_is_not_waited_for(tmp_path: Path) -> None:
+    """Rank 0, which called save_checkpoint after fit, waited 300 s for a rank whose program was through."""
+    log = tmp_path / "log"
+    code = run_ranks(HERE / "lonely_multiproc.py", [str(tmp_path), "ended"], 2, log, timeout_seconds=200)
+    printed = log.read_text()
+    assert code not in (0, -9), "it had to be killed"
+    assert "trainer.save_checkpoint() waits on rank 0 for rank 1, and rank 1 " in printed
+    assert "has come to the end of its program: each rank has a part of the model" in printed
 
 
 def test_a_rank_that_fails_alone_ends_the_job_without_a_checkpoint(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from deepspeed_partition.engine.pipeline.stages import StagesModule, allocation_
 from deepspeed_partition.engine.repartition.movable_engine import MovingEngine
 from deepspeed_partition.engine.repartition.optimizer_copies import without_marks
 from deepspeed_partition.engine.repartition.optimizer_state import ParameterState, lay_states
+from deepspeed_partition.engine.runtime.all_come import wait_until_all_come
 from deepspeed_partition.engine.runtime.collectives import (
     from_rank_0,
     gather_objects,
@@ -46,6 +47,10 @@ from deepspeed_partition.planner.io import files
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.units import shown
 
+LOADED_BY_ALL = (
+    "each rank reads its layers, so call load_checkpoint on every rank, and not under a condition such as "
+    "`if rank == 0`"
+)
 OF_A_CHECKPOINT = ("layer_*", "mp_rank_*", "*zero_pp_rank_*", "expp_rank_*", "madpipe-*")
 """The files that a checkpoint consists of. A script may keep others in its folder."""
 OF_OPTIMIZERS = ("*zero_pp_rank_*",)
@@ -235,8 +240,10 @@ class ResumingEngine(MovingEngine):
             PlanFormatError: there is no such checkpoint; a file is missing, has another size or checksum, cannot
                 be read, or would have to be unpickled where that is not allowed. No weight has changed, unless it
                 was DeepSpeed that could not read it: then other ranks may have loaded theirs.
-            RuntimeError: the optimizer's state cannot be told apart by parameters; no weight has changed.
+            RuntimeError: the optimizer's state cannot be told apart by parameters, or a rank does not come to this
+                call; no weight has changed.
         """
+        wait_until_all_come("engine.load_checkpoint()", LOADED_BY_ALL)
         bound = inspect.signature(super().load_checkpoint).bind(load_dir, tag, *args, **kwargs)
         bound.apply_defaults()
         with without_marks(self):

@@ -44,6 +44,7 @@ from deepspeed_partition.engine.pipeline.held_weights import (
 )
 from deepspeed_partition.engine.pipeline.meetings import UNLIMITED, Facts, Meeting, Meetings
 from deepspeed_partition.engine.pipeline.parts import all_that_moves, held_modules
+from deepspeed_partition.engine.runtime.all_come import wait_until_all_come
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.engine.runtime.first_failure import in_words
@@ -123,7 +124,9 @@ class EndlessTraining:
         self._state.come_back()
         engine._lockstep.begin_batch(engine._transfers.ranks[0])
         with engine._lockstep.ended_by_errors():
-            outcome = self._meet(Facts(fails=self._attempt.has_failed, rests=True)).outcome
+            meeting = self._meet(Facts(fails=self._attempt.has_failed, rests=True))
+            wait_until_all_come("come_to_rest()", RESTS_ON_ALL, is_over=lambda: meeting.is_over)
+            outcome = meeting.outcome
             if outcome.fails:
                 self._raise_failure()
             if outcome.trains:
@@ -538,6 +541,10 @@ class EndlessTraining:
         raise_everywhere(first, attempt.failure)
 
 
+RESTS_ON_ALL = (
+    "the stages finish their batches together, so call come_to_rest on every rank, and not under a condition such "
+    "as `if rank == 0`"
+)
 LOST_UPDATES = (
     "an error has ended training while batches were in flight: their updates are lost, and weights of different "
     "stages are of different updates. Go on from a checkpoint"

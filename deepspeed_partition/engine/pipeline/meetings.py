@@ -103,6 +103,11 @@ class Meeting:
         self._outcome: Facts | None = None
 
     @property
+    def is_over(self) -> bool:
+        """Whether all ranks have begun the meeting."""
+        return self._outcome is not None or bool(self._work.is_completed())
+
+    @property
     def outcome(self) -> Facts:
         """What is so on any rank; waits until all ranks have begun the meeting."""
         if self._outcome is None:

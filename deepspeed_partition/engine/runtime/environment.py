@@ -170,6 +170,7 @@ def leave_together() -> None:
     error = getattr(sys, "last_value", None)
     is_alone = error is not None and not first_failure.is_met_by_all(error)
     if not is_alone and not watch.watch.has_left:  # after an error of this rank, or a death, they may never come
+        watch.watch.tell_that_this_rank_is_at_its_end()
         try:
             torch.distributed.monitored_barrier(collectives.made_group(), timeout=LAST_MEETING)
         except RuntimeError:  # enough waited: another one may have caught what ends this one

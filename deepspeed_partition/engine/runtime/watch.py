@@ -40,6 +40,9 @@ itself."""
 LAST_PATIENCE_SECONDS = 20.0
 """The seconds that a process which ends waits for its thread, where the store does not answer."""
 MOST_RANKS_ASKED = 256
+ENDED, AT_END = -1, -2
+"""What stands for the generation in notices of a rank whose process has ended, and of one at the end of its
+program."""
 STOPPED, GONE = "Tt", "ZX"
 """States of a process in ``/proc``: the letters of a stopped one, and of one that has ended."""
 
@@ -84,8 +87,8 @@ class Notice(NamedTuple):
 
     rank: int
     generation: int
-    """The generation of the rank's engines: a later engine has nothing to do with the notice. -1: the process
-    itself has ended."""
+    """The generation of the rank's engines: a later engine has nothing to do with the notice. Or ``ENDED``, or
+    ``AT_END``."""
     text: str
 
 
@@ -128,6 +131,7 @@ class Watch:
         self.generation = 0
         self.has_left = False
         """Whether others have been told that this rank does not go on with them."""
+        self._is_at_end = False
         self._count = 0
         self._since = 0.0
         self._store: Any = None
@@ -245,6 +249,20 @@ class Watch:
         with suppress(RuntimeError):  # as above
             self._publish(notice)
 
+    def tell_that_this_rank_is_at_its_end(self) -> None:
+        """Let the others hear that this rank's program is through: it will come to no call of theirs."""
+        self._is_at_end = True
+        if self._store is not None:
+            with suppress(RuntimeError):  # as above
+                text = f"rank {self._rank} has come to the end of its program"
+                self._publish(Notice(self._rank, AT_END, text))
+
+    def why_not_coming(self, rank: int) -> str | None:
+        """The sentence about a rank that will come to no call any more; None where it may."""
+        return next(
+            (notice.text for notice, _ in self._notices if notice.rank == rank and notice.generation < 0), None
+        )
+
     def is_first_to_say(self, key: str) -> bool:
         """Whether no rank of the job has asked this before; where the store has ended, whether none has left."""
         if self._store is None:
@@ -293,7 +311,7 @@ class Watch:
         if not self._lost_store:
             self._lost_store = True
             text = "the process that keeps the job's store (rank 0, or the launcher) has ended"
-            self._notices.append((Notice(-1, -1, text), time.monotonic()))
+            self._notices.append((Notice(-1, ENDED, text), time.monotonic()))
 
     def _listen(self) -> None:
         if self._lost_store:
@@ -374,8 +392,10 @@ class Watch:
                     break
             return
         rank, process = self._neighbour
-        if process.state() in GONE and not any(notice.rank == rank for notice, _ in self._notices):
-            notice = Notice(rank, -1, f"rank {rank} (process {process.pid}) has ended")
+        if process.state() in GONE and not any(
+            notice.rank == rank and notice.generation == ENDED for notice, _ in self._notices
+        ):
+            notice = Notice(rank, ENDED, f"rank {rank} (process {process.pid}) has ended")
             self._notices.append((notice, time.monotonic()))
             self._publish(notice)
 
@@ -433,10 +453,15 @@ class Watch:
 
     def _end_if_lost(self, stuck_seconds: float, operation: str) -> None:
         now = time.monotonic()
+        # Who is at the end of its program may be missed by nobody; but all others together are.
+        at_end = {notice.rank for notice, _ in self._notices if notice.generation < 0}
+        counts = {ENDED, self.generation}
+        if len(at_end) >= self._world_size - 1 and not self._is_at_end:
+            counts.add(AT_END)
         lost = [
             (notice, since)
             for notice, since in self._notices
-            if notice.generation in (-1, self.generation) and now - since >= GRACE_SECONDS
+            if notice.generation in counts and now - since >= GRACE_SECONDS
         ]
         if not lost or stuck_seconds < GRACE_SECONDS:
             return
