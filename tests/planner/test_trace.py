@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_partition import PlanMismatchError, cli
+from deepspeed_partition import Chain, PlanMismatchError, Platform, cli, make_plan
 from deepspeed_partition.planner.report.planned_run import place_of, planned_run
 from deepspeed_partition.planner.report.trace import chrome_trace
 from tests.planner.test_micro_batches import two_per_period
@@ -60,6 +60,18 @@ def test_a_plan_has_a_track_for_each_device_and_direction(seed):
         spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in events)
         # Overlapping events of a track would be nested by Perfetto.
         assert all(one[1] <= other[0] + 1e-6 * run.seconds * 1e6 for one, other in pairwise(spans))
+
+
+def test_events_of_a_track_do_not_meet_by_rounding():
+    """TensorBoard's plugin adds start and duration as they stand, and said "ranges should not intersect"."""
+    chain = Chain.load(
+        Path(__file__).parents[2] / "examples/benchmarks/digits_cuts/results/digits_chain_202611.json"
+    )
+    platform = Platform(num_devices=2, memory_bytes=2 * 10**9, bandwidth=1e9)
+    plan = make_plan(chain, platform, "uniform", num_micro_batches=64)
+    for events in read(chrome_trace(plan, chain)).values():
+        for first, second in pairwise(sorted(events, key=lambda each: (each["ts"], each["dur"]))):
+            assert first["ts"] + first["dur"] <= second["ts"]
 
 
 def test_planned_and_measured_steps_begin_together():

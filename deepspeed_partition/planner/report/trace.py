@@ -97,11 +97,14 @@ def _events(
     for each in operations:
         # Perfetto counts in nanoseconds: what ends as another begins must not lie within it by one of them.
         start, end = (round((begin + seconds) * 1e9) for seconds in (each.start_seconds, each.end_seconds))
+        begins, lasts = start / 1000, (end - start) / 1000
+        if begins + lasts > end / 1000:  # by rounding: TensorBoard's plugin drops what begins before another ends
+            lasts = end / 1000 - begins
         args = {"operation": each.operation, "micro_batch": each.micro_batch}
         events.append({
             "ph": "X", "pid": process, "tid": tracks[place_of(each)],
             "name": f"{each.operation}.{each.micro_batch}", "cat": CATEGORIES[each.operation[0]],
-            "ts": start / 1000, "dur": (end - start) / 1000,
+            "ts": begins, "dur": lasts,
             "args": args if step is None else {**args, "step": step},
         })  # fmt: skip
     return events

@@ -1,0 +1,31 @@
+"""Where copies of weights are looked for, and where not."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch.nn.functional as F
+from pytorch_lightning.callbacks import ModelSummary
+from torch import nn
+
+from lightning_madpipe.checkpoint.held_objects import walk
+from lightning_madpipe.compat.callback_patches import summarize_whole
+
+
+def modules_in(holder: Any) -> list[nn.Module]:
+    begin = ((f"holder.{name}", value) for name, value in vars(holder).items())
+    return [value for _, value in walk(begin, set()) if isinstance(value, nn.Module)]
+
+
+def test_the_model_that_a_summary_shows_is_no_copy():
+    """Every run with a model summary and layers that are found was refused: its module was called a copy."""
+    callback, whole = ModelSummary(), nn.Linear(2, 2)
+    summarize_whole(object(), whole, callback, lambda *_, **__: None)
+    assert modules_in(callback) == []
+
+
+def test_a_module_in_a_partial_of_the_program_is_found():
+    callback, teacher = ModelSummary(), nn.Linear(2, 2)
+    callback.loss = functools.partial(F.cross_entropy, teacher)
+    assert modules_in(callback) == [teacher]
