@@ -305,8 +305,16 @@ def report() -> None:
             mean = math.exp(math.fsum(map(math.log, found)) / len(found))
             cells = f"{shorter} of {len(found)}", f"{mean:.3f}", f"{min(found):.3f}", f"{max(found):.3f}"
             print(f"| {way} over {base} |", " | ".join(cells), "|")
-    table = sample_of_grid()
-    print(f"grid: {len(table)} of {len(settings_of_grid())} settings, drawn at random")
+    sample = sample_of_grid()
+    print(f"grid: {len(sample)} of {len(settings_of_grid())} settings, drawn at random")
+    report_periods(sample)
+    small = rows_of("grid_small")
+    print(f"grid: {len(small)} settings, small ones first, by an earlier planner")
+    report_periods(small)
+
+
+def report_periods(table: list[dict[str, Any]]) -> None:
+    """Print what each way gains over another one in some settings of the grid."""
     for way, base in (("several", "whole"), ("halves", "whole"), ("micro-batch", "block"), ("all", "block")):
         both = [(row[way], row[base]) for row in table if row[way] and row[base]]
         ratios = sorted(mine["period"] / other["period"] for mine, other in both)
