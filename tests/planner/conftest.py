@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from deepspeed_partition.planner.solvers.step import exact_step, step_search
+from deepspeed_partition.planner.solvers.step import annealing, exact_step, step_search
 from tests.planner.test_files import CHAIN
 
 
@@ -14,15 +14,16 @@ from tests.planner.test_files import CHAIN
 def search_alone(request):
     """Plan steps without the exact program, which would hide what a search misses, but in its own tests.
 
-    So would long changes of single orders, which are half of what planning a small step costs.
+    So would long changes of single orders, which are half of what planning a small step costs, and long walks.
     """
-    most = exact_step.MOST_OPERATIONS, step_search.MOST_OPERATIONS_POLISHED
+    most = exact_step.MOST_OPERATIONS, step_search.MOST_OPERATIONS_POLISHED, annealing.MOST_STEPS
+    annealing.MOST_STEPS = 300
     if not request.module.__name__.endswith("test_exact_step"):
         exact_step.MOST_OPERATIONS = 0
         if not request.module.__name__.endswith("test_interleaving"):
             step_search.MOST_OPERATIONS_POLISHED = 20_000
     yield
-    exact_step.MOST_OPERATIONS, step_search.MOST_OPERATIONS_POLISHED = most
+    exact_step.MOST_OPERATIONS, step_search.MOST_OPERATIONS_POLISHED, annealing.MOST_STEPS = most
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ found with other choices, by stage, then by block, for interleaved allocations a
 (``partly_recomputing.py``). So no uniform choice has a shorter step, unless the time was up.
 
 Contiguous partitions are searched as if there were no others; the search among all allocations goes on from there.
-So a step of any allocation is never longer than the best contiguous one, unless the time was up.
+So a step of any allocation is never longer than the best contiguous one, unless the time was up. At last, a random
+walk looks for allocations that follow no pattern (``annealing.py``).
 
 Source, and cost of each search: ``step_search.py``.
 """
@@ -26,6 +27,7 @@ from deepspeed_partition.planner.solvers.contiguous.partition_search import best
 from deepspeed_partition.planner.solvers.contiguous.recomputing import choice_for
 from deepspeed_partition.planner.solvers.interface import Answer, Cuts, Problem, Step
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern
+from deepspeed_partition.planner.solvers.step.annealing import Annealing
 from deepspeed_partition.planner.solvers.step.interleaved_search import InterleavedSearch
 from deepspeed_partition.planner.solvers.step.orders import DepthRule
 from deepspeed_partition.planner.solvers.step.partly_recomputing import PartlyRecomputing
@@ -38,9 +40,10 @@ from deepspeed_partition.planner.solvers.step.step_bounds import step_lower_boun
 from deepspeed_partition.planner.solvers.step.step_search import StepSearch, step_engine
 from deepspeed_partition.planner.solvers.uniform_recomputation import Uniform, uniform_choices
 
-CONTIGUOUS_SHARE, SEARCH_SHARE = 0.6, 0.85
-"""Shares of the time that is left: for contiguous partitions where others follow, and for all that is searched.
-The rest is for the full steps of the best, and for the pattern of an allocation that has none yet."""
+CONTIGUOUS_SHARE, WALK_SHARE, SEARCH_SHARE = 0.6, 0.7, 0.85
+"""Shares of the time that is left: for contiguous partitions where others follow, for allocations that follow no
+pattern, and for all that is searched. The rest is for the full steps of the best, and for the pattern of an
+allocation that has none yet."""
 FIRST_SHARE, PLAIN_SHARE, UNIFORM_SHARE = 0.3, 0.5, 0.3
 """Shares of the time that is left, where layers may be recomputed: for what the first partitions may recompute,
 for the search without that, and with each uniform choice."""
@@ -60,7 +63,7 @@ def with_best_step(problem: Problem, answer: Answer) -> Answer:
         return replace(answer, steps=best_recomputing_step(problem, cuts, patterns, shared=shared))
     search = searched(problem, cuts, patterns, shared=shared).every
     if shared:
-        search.polish()
+        _walk_and_polish(problem, search)
     return replace(answer, steps=tuple(islice(search.steps(patterns), 1)))
 
 
@@ -143,9 +146,22 @@ def best_recomputing_step(
     searches.take_over()
     search = searches.every
     if shared:
-        search.deadline = problem.deadline.part(SEARCH_SHARE)
-        search.polish()
+        _walk_and_polish(problem, search)
     return tuple(islice(search.steps(patterns), 1))
+
+
+def _walk_and_polish(problem: Problem, search: StepSearch) -> None:
+    """Look for allocations that follow no pattern, and change the orders of the best ones one by one.
+
+    Args:
+        problem: the problem of the deadline.
+        search: a search that has ended, without recomputation but for what its allocations say.
+    """
+    if not search.problem.flushes and not problem.deadline.passed():
+        search.deadline = problem.deadline.part(WALK_SHARE)
+        Annealing(search).run(lambda: step_lower_bound(search.problem, contiguous=False))
+    search.deadline = problem.deadline.part(SEARCH_SHARE)
+    search.polish()
 
 
 def _search_recomputing(problem: Problem, searches: Searches, cuts: Cuts | None) -> None:

@@ -74,8 +74,9 @@ NUM_REFINED, NUM_FINALISTS, MOST_NEIGHBOURS = 20, 4, 100
 simulated."""
 NUM_CENTRES = 3
 """Number of partitions whose neighbours are looked at."""
-NUM_POLISHED, MOST_OPERATIONS_POLISHED = 40, 200_000
-"""Number of allocations whose orders are changed operation by operation, and of operations simulated for that."""
+NUM_POLISHED, MOST_OPERATIONS_POLISHED, MOST_STEPS_POLISHED = 40, 600_000, 3000
+"""Number of allocations whose orders are changed operation by operation; of operations, and of steps, run for
+that."""
 MOST_STAGES_OF_PROGRAM = 10
 """Most stages for whose steady state the integer program is asked: beyond, it seldom ends within seconds."""
 SHARE_OF_LOOK = 6
@@ -398,8 +399,10 @@ class StepSearch:
         if self.simulated < self.num_micro_batches or self.problem.flushes:
             return
         memory = self.problem.platform.memory_bytes
-        self.operations_left = MOST_OPERATIONS_POLISHED
-        for placement in self.leaders()[:NUM_POLISHED]:
+        leaders = self.leaders()[:NUM_POLISHED]
+        of_step = 2 * self.simulated * len(leaders[0].devices) if leaders else 0
+        self.operations_left = min(MOST_OPERATIONS_POLISHED, MOST_STEPS_POLISHED * of_step)
+        for placement in leaders:
             if self.out_of_time():
                 return
             engine, rule = self.engine(placement), self.found[placement].rule
@@ -430,16 +433,23 @@ class StepSearch:
                 return True
         return False
 
-    def attempt(self, placement: Placement, name: str, depths: tuple[int, ...]) -> None:
-        """Try a rule, at smaller depths where it does not fit at these."""
+    def attempt(
+        self, placement: Placement, name: str, depths: tuple[int, ...], shorter_than: float | None = None
+    ) -> None:
+        """Try a rule, at smaller depths where it does not fit at these.
+
+        Args:
+            shorter_than: ticks of a step that is wanted; left out, those near the best.
+        """
         depths = self.within_room(placement, depths)
-        if self.run(placement, DepthRule(name, depths), self.near()) is not Outcome.TOO_LARGE:
+        limit = self.near() if shorter_than is None else shorter_than
+        if self.run(placement, DepthRule(name, depths), limit) is not Outcome.TOO_LARGE:
             return
         enough, too_many = self.problem.fewest_in_flight - 1, max(depths)
         while too_many - enough > 1 and not self.out_of_time():
             cap = (enough + too_many) // 2
             capped = tuple(min(depth, cap) for depth in depths)
-            if self.run(placement, DepthRule(name, capped), self.near()) is Outcome.TOO_LARGE:
+            if self.run(placement, DepthRule(name, capped), limit) is Outcome.TOO_LARGE:
                 too_many = cap
             else:
                 enough = cap

@@ -341,9 +341,17 @@ class Simulation:
     def _begin_transfers(self, links: set[int], now: int) -> None:
         """Begin what free links may send now; links that may not are taken out."""
         engine, events, size = self.engine, self.events, len(self.engine.ticks)
-        ready = [
-            (found, each) for each in links if not self.link_busy[each] and (found := self._next_transfer(each))
-        ]
+        sends, begun, slots, busy = self.sends, self.begun, engine.slots, self.link_busy
+        ready = []
+        for link in links:  # ``_next_transfer`` without ports, in place: a simulation asks nothing more often
+            best = None
+            for found in () if busy[link] else self.pending[link]:
+                _, number, _, position = found
+                may_go = number == len(sends[position]) and number - begun[position + 1] < slots
+                if may_go and (best is None or found < best):
+                    best = found
+            if best is not None:
+                ready.append((best, link))
         links.clear()
         if not engine.all_transfers_take_time and len(ready) > 1:
             # A transfer that takes no time may let another link choose otherwise at the same instant.
@@ -353,8 +361,8 @@ class Simulation:
         for found, link in ready:
             position = found[3]
             self.pending[link].remove(found)
-            self.link_busy[link] = True
-            self.sends[position].append(now)
+            busy[link] = True
+            sends[position].append(now)
             heapq.heappush(events, (now + (engine.send[position] or 0), size + position))
 
     def _begin_through_ports(self, links: set[int], now: int) -> None:
@@ -381,15 +389,14 @@ class Simulation:
                 return
 
     def _next_transfer(self, link: int) -> tuple[int, int, int, int] | None:
-        """Return what a free link sends next, one of ``pending``; None where nothing is ready or has room."""
+        """Return what a free link sends next, one of ``pending``; None: nothing is ready and may go."""
         sends, begun, slots = self.sends, self.begun, self.engine.slots
-        shares, ways, busy = self.engine.has_ports, self.engine.ways, self.link_busy
+        ways, busy = self.engine.ways, self.link_busy
         best: tuple[int, int, int, int] | None = None
         for found in self.pending[link]:
             _, number, _, position = found
             may_go = number == len(sends[position]) and number - begun[position + 1] < slots
-            if shares and may_go:
-                may_go = not any(busy[each] for each in ways[position])
+            may_go = may_go and not any(busy[each] for each in ways[position])
             if may_go and (best is None or found < best):
                 best = found
         return best
