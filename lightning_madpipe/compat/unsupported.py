@@ -286,7 +286,8 @@ def notes_on_hooks(module: nn.Module, call: PipelineCall) -> Iterator[str]:
         gradients = ", and the gradient that they are given is that of a micro-batch" if of_gradients else ""
         yield (
             f"hooks on layers ({shown}) run where the layer runs, once per micro-batch{gradients}: what they "
-            "collect stays on that rank"
+            "collect stays on that rank, and random numbers that they draw, or a count of their calls, make the "
+            "training another one than in one process"
         )
     on_weights = [
         f"self.{name}"

@@ -82,6 +82,8 @@ def test_batch_normalization_and_hooks_are_told_once(two: Records) -> None:
     said, others = (rank["said_of_layers"] for rank in two.ranks)
     about_hooks, about_gradients, about_statistics = said["batch normalization"]
     assert "self.net.0" in about_hooks and "once per micro-batch" in about_hooks
+    # A hook that added noise, or changed its output after some calls, trained otherwise without a word.
+    assert "random numbers that they draw, or a count of their calls, make the training another" in about_hooks
     assert "self.net.2" in about_hooks and "the gradient that they are given is that of a micro" in about_hooks
     assert "gradient hooks (self.net.0.weight)" in about_gradients
     assert "(self.net.1 (BatchNorm1d)) has the statistics of a micro-batch, 4 of the 16" in about_statistics
