@@ -89,7 +89,7 @@ def names_read(function: FunctionType, kind: type | None) -> Iterator[Name]:
 def is_librarys(value: Any) -> bool:
     """Whether a function, a class or a module belongs to a library that runs steps or computes in them."""
     name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or ""
-    return name.partition(".")[0] in (*LIBRARIES, "numpy", "torchmetrics", "torchvision", "lightning_madpipe")
+    return str(name).partition(".")[0] in (*LIBRARIES, "numpy", "torchmetrics", "torchvision", "lightning_madpipe")
 
 
 def _data_of_class(kind: Any, written: str) -> Iterator[Name]:

@@ -130,7 +130,8 @@ def inside(value: Any) -> Mapping[Any, Any]:
         return {} if is_ours else {"function": value.func, "args": value.args, "keywords": value.keywords}
     if isinstance(value, Optimizer):
         return {"state": value.state}
-    own = type(value).__module__.partition(".")[0] not in LIBRARIES
+    # Of a class that Cython made it may be no text, as those of a kernel's sockets.
+    own = str(type(value).__module__).partition(".")[0] not in LIBRARIES
     if not own or isinstance(value, type | Tensor):
         return {}
     slots = {name for kind in type(value).__mro__ for name in _slots_of(kind)}

@@ -29,3 +29,14 @@ def test_a_module_in_a_partial_of_the_program_is_found():
     callback, teacher = ModelSummary(), nn.Linear(2, 2)
     callback.loss = functools.partial(F.cross_entropy, teacher)
     assert modules_in(callback) == [teacher]
+
+
+def test_a_class_whose_module_is_no_text_ends_no_search():
+    """In a notebook a search met the kernel's sockets, of classes that Cython made, and the run ended."""
+
+    class Socket:
+        __module__ = property(lambda self: "zmq")  # type: ignore[assignment]
+
+    callback, teacher = ModelSummary(), nn.Linear(2, 2)
+    callback.socket, callback.teacher = Socket(), teacher
+    assert modules_in(callback) == [teacher]
