@@ -31,22 +31,37 @@ from lightning_madpipe.spread_model import layers_of
 
 
 def refuse_programs_without_file(lightning: Lightning, num_processes: int) -> None:
-    """Refuse to start the other processes of a program that has no file.
+    """Refuse to start the other processes of a program that has no file, or is not found by its name any more.
 
     Lightning starts each with the command of the first one: they would end at once, or begin another program.
 
     Raises:
-        MisconfigurationException: there are several processes, and no file.
+        MisconfigurationException: there are several processes, and no file where the command is run.
     """
     if num_processes < 2:
         return
-    of_module = getattr(sys.modules["__main__"], "__spec__", None) is not None  # python -m
-    if not of_module and not Path(sys.argv[0]).is_file():
+    main = sys.modules["__main__"]
+    of_module = getattr(main, "__spec__", None) is not None  # python -m
+    if of_module or Path(sys.argv[0]).is_file() or _hydra_finds_file():
+        return
+    otherwise = f"or start it with torchrun --nproc_per_node={num_processes}"
+    file = getattr(main, "__file__", None)
+    if file is not None and Path(file).name == Path(sys.argv[0]).name:
         raise lightning.refusal(
-            "this program has no file (it came with python -c, or from standard input), and the other processes "
-            f"of a pipeline are started with it: write it to a file, or start it with torchrun --nproc_per_node="
-            f"{num_processes}"
+            f"this program was started as {sys.argv[0]}, which is no file in {Path.cwd()}, and the other "
+            "processes of a pipeline are started by that name, from there: start it by its absolute path where it "
+            f"changes its folder (os.chdir), {otherwise}"
         )
+    raise lightning.refusal(
+        "this program has no file (it came with python -c, or from standard input), and the other processes "
+        f"of a pipeline are started with it: write it to a file, {otherwise}"
+    )
+
+
+def _hydra_finds_file() -> bool:
+    """Whether Hydra runs the program: Lightning then starts the others in the folder where the first one began."""
+    config = sys.modules.get("hydra.core.hydra_config")
+    return config is not None and config.HydraConfig.initialized()
 
 
 def refuse_notebooks(lightning: Lightning, num_nodes: int) -> None:

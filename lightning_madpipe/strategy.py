@@ -395,7 +395,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             self._launcher = launcher_class(self.namespace)(self)
         elif is_notebook and not is_several:
             self._launcher = None  # one process is this one
-        elif self.launcher is not None:
+        elif self.starts_ranks:  # Lightning makes a launcher in any case
             refuse_programs_without_file(self._lightning, self.num_processes)
 
     @property

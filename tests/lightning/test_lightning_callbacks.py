@@ -450,6 +450,17 @@ WRONG_STARTS: dict[str, tuple[str, str]] = {
         "import lightning_madpipe; Trainer(strategy='madpipe', **{**ONE, 'devices': 2})",
         "this program has no file (it came with python -c, or from standard input)",
     ),
+    "another folder": (
+        "import os, sys; os.mkdir('other'); os.chdir('other'); sys.argv[0] = 'start.py'\n"
+        "import lightning_madpipe; Trainer(strategy='madpipe', **{**ONE, 'devices': 2})",
+        "start it by its absolute path where it changes its folder (os.chdir)",
+    ),
+    "another folder, by torchrun": (  # which has started all processes
+        "import os, sys; os.mkdir('other'); os.chdir('other'); sys.argv[0] = 'start.py'\n"
+        "os.environ.update(TORCHELASTIC_RUN_ID='a', RANK='0', LOCAL_RANK='0', WORLD_SIZE='2')\n"
+        "import lightning_madpipe; Trainer(strategy='madpipe', **{**ONE, 'devices': 2}); print('done')",
+        "done",
+    ),
 }
 
 
