@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import site
 import sys
 import sysconfig
@@ -18,6 +19,8 @@ LIBRARIES = (
     "torch",
 )  # fmt: skip
 """Whose objects change while a program's code runs without its doing: an allocation counter, a loop."""
+PACKAGES = frozenset(("site-packages", "dist-packages"))
+"""How folders are called that packages are installed in."""
 MOST_FUNCTIONS = 200
 STEPS = ("training_step", "validation_step", "test_step", "predict_step", "forward")
 
@@ -55,6 +58,11 @@ def function_of(value: Any) -> FunctionType | None:
         value = value.fget
     function = function_in(attribute_of(value, "__func__", value))
     return None if function is None or is_librarys(function) else function
+
+
+def forward_of(module: nn.Module) -> Any:
+    """The ``forward`` of a module's class as it is written there; a scripted module has none in Python."""
+    return inspect.getattr_static(type(module), "forward", None)
 
 
 def names_read(function: FunctionType, kind: type | None) -> Iterator[Name]:
@@ -107,7 +115,9 @@ def is_installed(module: str | None) -> bool:
         return True
     paths = map(sysconfig.get_path, ("purelib", "platlib", "stdlib"))
     folders = (*site.getsitepackages(), site.getusersitepackages(), *paths)
-    return (getattr(sys.modules.get(module or ""), "__file__", None) or "").startswith(folders)
+    file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
+    # A path in a .pth file or in PYTHONPATH may bring packages of another environment.
+    return file.startswith(folders) or not PACKAGES.isdisjoint(file.split(os.sep))
 
 
 def names_in(code: CodeType) -> list[str]:

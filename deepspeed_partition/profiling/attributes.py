@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from deepspeed_partition.code_names import CodeSearch, function_of, is_installed
+from deepspeed_partition.code_names import CodeSearch, forward_of, function_of, is_installed
 from deepspeed_partition.generators import GENERATORS, generator_state, members_of, set_generator_state
 
 PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
@@ -56,7 +56,9 @@ def attributes_kept(modules: Iterable[nn.Module], *, buffers: bool = False) -> I
                 del vars(owner)[name]
             vars(owner).update(_restored(remembered))
         for table, remembered in tables:
-            table.update(_restored(remembered))
+            for name, value in _restored(remembered).items():
+                if table[name] is not value:  # a scripted module's table can set one by one alone
+                    table[name] = value
 
 
 @contextmanager
@@ -121,7 +123,7 @@ class HeldState:
                 for key, put_back in remembered.items():
                     if (id(table), key) not in spared:
                         value = put_back()
-                        if table.get(key, _MISSING) is not value:
+                        if key not in table or table[key] is not value:
                             table[key] = value
 
         return restore
@@ -140,12 +142,14 @@ class HeldState:
         for owner, path in self._owners:
             yield vars(owner), list(attributes_of(owner)), path
             if buffers:
-                yield owner._buffers, list(owner._buffers), path
+                yield owner._buffers, list(owner._buffers.keys()), path  # a scripted one's has no __iter__
         for table, keys in self._tables:
             yield table, keys or list(table), ""
 
 
-_MISSING = object()
+def mark(value: Any) -> Any:
+    """Return what tells a value from what it is after a change, within a process; to be compared with ``==``."""
+    return _mark(value, _DEPTH)
 
 
 def _mark(value: Any, depth: int) -> Any:
@@ -180,7 +184,7 @@ class _Held:
         self._seen.add(id(value))
         if isinstance(value, nn.Module):
             self.modules.append(value)
-            self._read(type(value).forward, type(value))
+            self._read(forward_of(value), type(value))
         elif isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
                 self.add(part)

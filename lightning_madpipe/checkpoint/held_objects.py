@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -110,12 +110,14 @@ def inside(value: Any) -> Mapping[Any, Any]:
     """What is in a dict, list or tuple, what a function holds, or the attributes of an object of the program.
 
     None of one that a library made, such as the Trainer, but for the states of an optimizer; of a module its plain
-    attributes alone.
+    attributes alone. None of a file of Python that is installed, such as ``torch``, through which all is reached.
     """
     if isinstance(value, dict | list | tuple | deque) and len(value) > MOST_ITEMS:
         return {}
     if isinstance(value, dict):
-        return value
+        return dict(dict.items(value))  # and what it holds itself, where a library makes its values when asked
+    if isinstance(value, ModuleType):
+        return {} if is_installed(value.__name__) else vars(value)
     if isinstance(value, list | tuple | deque):
         return dict(enumerate(value))
     if isinstance(value, FunctionType):

@@ -23,6 +23,12 @@ from torch import Tensor, nn
 
 from deepspeed_partition.engine.pipeline.parts import held_modules, parts_of, tensors_by_name
 from deepspeed_partition.engine.pipeline.stages import allocation_of
+from deepspeed_partition.engine.repartition.part_descriptions import (
+    changed_attributes,
+    remember_attributes,
+    say_what_stays,
+    set_attributes,
+)
 from deepspeed_partition.engine.runtime.collectives import gather_objects, receive_bytes, send_bytes
 from deepspeed_partition.engine.warmup.run_platform import machine_memory_bytes
 from deepspeed_partition.planner.units import format_bytes
@@ -178,7 +184,8 @@ class LayersOfUser:
     def gather(self, place: str) -> str | None:
         """Bring each layer from the rank that trains it to all others, or to rank 0 alone. Collective.
 
-        One tensor at a time is on its way.
+        One tensor at a time is on its way. What the layer has set on itself, such as a counter, comes with it;
+        objects that no other process can have are named.
 
         Args:
             place: ``"every_rank"`` or ``"rank_zero"``.
@@ -192,8 +199,10 @@ class LayersOfUser:
         # What only a LayerSpec knows has no place on ranks that don't run it.
         parts = [part for part in parts_of(self._pipeline) if _module_of(part.spec) is not None]
         owners = {part.name: part.owners(allocation) for part in parts}
-        mine = {name: self._described(layers[name]) for name in owners if owners[name][0] == stage}
-        described = {name: info for theirs in gather_objects(mine, group) for name, info in theirs.items()}
+        own = {name: layers[name] for name in owners if owners[name][0] == stage}
+        mine = {name: (self._described(layer), changed_attributes(layer)) for name, layer in own.items()}
+        everyone = {name: infos for theirs in gather_objects(mine, group) for name, infos in theirs.items()}
+        described = {name: info for name, (info, _) in everyone.items()}
         receives = place == "every_rank" or dist.get_rank() == 0
         arriving = {name: receives and stage not in owners[name] for name in owners}
         reason = _why_no_room(self._bytes_to_allocate([name for name in owners if arriving[name]], described))
@@ -207,6 +216,11 @@ class LayersOfUser:
                 value = passed_on(value, info, source, group, place, arrives=arriving[name])
                 if arriving[name]:
                     _lay_into(tensors[info.name], value, info)
+            if arriving[name]:
+                set_attributes(layers[name], everyone[name][1])
+        say_what_stays(changed for _, changed in everyone.values())
+        if place == "every_rank":
+            remember_attributes(layers.values(), again=True)
         return None
 
     def _layers(self) -> dict[str, nn.Module]:

@@ -22,7 +22,7 @@ import numpy
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from deepspeed_partition.code_names import STEPS, CodeSearch, is_installed, is_librarys, set_by_class
+from deepspeed_partition.code_names import STEPS, CodeSearch, forward_of, is_installed, is_librarys, set_by_class
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.generators import GENERATORS
 from lightning_madpipe.module import named_owners, outside_pipeline
@@ -59,7 +59,7 @@ class BesideModule:
         for step in STEPS:
             search.read(inspect.getattr_static(type(module), step, None), type(module))
         for _, owner in outside_pipeline(module):
-            search.read(type(owner).forward, type(owner))
+            search.read(forward_of(owner), type(owner))
             for value in vars(owner).values():
                 search.read(value, None)
         kind: Any = type(getattr(module, "_trainer", None))

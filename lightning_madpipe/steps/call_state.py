@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from deepspeed_partition.code_names import forward_of
 from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.generators import GENERATORS
 from lightning_madpipe.compat.unsupported import HOOKS
@@ -85,7 +86,7 @@ class LayerAttributes:
 
         def making(handle: Any, *arguments: Any, **keywords: Any) -> None:
             make_handle(handle, *arguments, **keywords)
-            if threading.get_ident() == thread:
+            if threading.get_ident() == thread and noted.notes_hooks:
                 noted.handles.append(handle)
 
         torch_handle: Any = RemovableHandle
@@ -107,8 +108,11 @@ class NotedAttributes:
     def __init__(self, parts: Mapping[nn.Module, str], containers: list[tuple[nn.Module, str]]) -> None:
         self._parts = parts
         self._before = [(part, dict(vars(part))) for part in parts]
+        self._set_before: list[tuple[nn.Module, str, Any]] | None = None
+        """What was set when the layers began to run; None before."""
         self.handles: list[Any] = []
         """The handles of hooks that were hung on something."""
+        self.notes_hooks = True
         self._seen = [
             (part, name, look(vars(part)[name], _is_small(vars(part)[name]), {}))
             for part, name in containers
@@ -159,7 +163,8 @@ class NotedAttributes:
         ]
 
     def freeze(self) -> None:
-        """Let what is changed in place from now on, by the layers themselves, stay."""
+        """Let what is changed from now on, by the layers themselves, stay."""
+        self._set_before, self.notes_hooks = [*self._set()], False
         self._seen = [
             (owner, name, seen)
             for owner, name, seen in self._seen
@@ -170,9 +175,9 @@ class NotedAttributes:
         """Put everything back."""
         for handle in self.hooked():
             handle.remove()
-        for owner, name, before in [*self._set()]:
+        for owner, name, before in [*self._set()] if self._set_before is None else self._set_before:
             if before is _MISSING:
-                del vars(owner)[name]
+                vars(owner).pop(name, None)
             elif not any(name in vars(owner).get(table, ()) for table in _TABLES):  # a parameter has its name now
                 vars(owner)[name] = before
         for _, _, seen in self._seen:
@@ -191,7 +196,7 @@ def names_in_layers(
     """
     search = CodeSearch(is_programs)
     for part in parts:
-        search.read(type(part).forward, type(part))
+        search.read(forward_of(part), type(part))
         for name, value in vars(part).items():
             for code in value.values() if name in HOOKS else (value,):
                 search.read(code, None)

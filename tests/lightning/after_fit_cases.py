@@ -10,10 +10,12 @@ import copy
 import logging
 import pickle
 import unittest.mock
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytorch_lightning as pl
 import torch
 import torchmetrics
@@ -660,6 +662,122 @@ def types_that_are_flattened(host: cases.Host) -> dict[str, Any]:
     return {"flat": end(stage=1), "two pipelines": end(**beside), "flat, two pipelines": end(stage=1, **beside)}
 
 
+# What layers set on themselves
+
+
+class Keeping(cases.Block):
+    """Keeps of its runs what plain attributes can hold, and computes with some of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_runs, self.history, self.mean = 0, [], torch.zeros(cases.WIDTH)
+        self.recent, self.sizes, self.counts = deque(maxlen=3), Counter[int](), np.zeros(2, dtype=np.int64)
+        self.first = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.num_runs += 1
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+            self.history.append(self.mean)
+            self.recent.append(float(x.sum()))
+            self.sizes[len(x)] += 1
+            self.counts[self.num_runs % 2] += 1
+            self.first = self.mean if self.first is None else self.first
+            vars(self).pop("unused", None)
+            self.used_for = x.dtype
+        return super().forward(x) * min(1.0, self.num_runs / 20)
+
+    def kept(self) -> dict[str, Any]:
+        return {
+            "runs": self.num_runs,
+            "history": [mean.tolist() for mean in self.history],
+            "recent": [*self.recent, self.recent.maxlen],
+            "sizes": [list(pair) for pair in self.sizes.items()],
+            "counts": self.counts.tolist(),
+            "first": None if self.first is None else self.first.tolist(),
+            "unused": hasattr(self, "unused"),
+            "used for": str(getattr(self, "used_for", None)),
+        }
+
+
+class Meter:
+    """An object of the program, which no other process can have."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+
+class Metered(cases.Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = Meter()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.meter.total += self.training
+        return super().forward(x)
+
+
+class OfKeeping(cases.Classifier):
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        self.blocks = nn.ModuleList(Keeping() for _ in range(5))
+        for block in self.blocks:
+            block.unused = 1
+
+
+WHOLE_BATCHES = {**CUT, "num_micro_batches": 1, "warmup_epochs": 0}
+
+
+def layers_that_keep(host: cases.Host) -> dict[str, Any]:
+    """Two fits; in the second one layers move, to the other rank and back."""
+    module, inputs = cases.seeded(OfKeeping), cases.samples(5).tensors[0]
+    record = {}
+    for name, cut in (("first", None), ("second", [0, 5, 8])):
+        moving = [Recutting(cut)] if host.pipelined else []
+        rows = fitted(host, module, *moving, strategy=WHOLE_BATCHES, max_epochs=1)["rows"]
+        record[name] = {
+            "rows": rows,
+            "kept": [block.kept() for block in module.blocks],
+            "outputs": module.eval()(inputs).tolist(),
+        }
+    return record
+
+
+class Scripted(cases.Steps):
+    """Some layers are scripted, and one has a scripted child."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        inner = cases.Block()
+        inner.linear = torch.jit.script(inner.linear)
+        blocks = [
+            torch.jit.script(nn.Sequential(nn.Linear(cases.WIDTH, cases.WIDTH), nn.Tanh())) for _ in range(2)
+        ]
+        self.net = nn.Sequential(
+            nn.Linear(cases.NUM_FEATURES, cases.WIDTH), *blocks, inner, nn.Linear(cases.WIDTH, cases.NUM_CLASSES)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+def scripted_layers(host: cases.Host) -> dict[str, Any]:
+    """Two fits, of which the second one moves a scripted layer to the other rank."""
+    module, strategy = cases.seeded(Scripted), {"algorithm": [0, 2, 5], "warmup_epochs": 0}
+    first = fitted(host, module, strategy=strategy, max_epochs=1)["rows"]
+    moving = [Recutting([0, 1, 5])] if host.pipelined else []
+    second = fitted(host, module, *moving, strategy=strategy, max_epochs=1)["rows"]
+    return {"first": first, "second": second, "after": [weight.tolist() for weight in module.parameters()]}
+
+
+def objects_of_layers_are_named(host: cases.Host) -> dict[str, Any]:
+    module = cases.seeded(cases.Classifier)
+    module.blocks = nn.ModuleList(Metered() for _ in range(5))
+    with Said() as said:
+        fitted(host, module, strategy=WHOLE_BATCHES, max_epochs=1)
+    return {"said": said.lines}
+
+
 SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     2: [
         read_where_a_file_is_expected,
@@ -672,12 +790,15 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         compiled_again,
         unfrozen_and_fitted_again,
         planned_otherwise,
+        layers_that_keep,
+        scripted_layers,
     ],
     4: [],
 }
 ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     2: [
         types_that_are_flattened,
+        objects_of_layers_are_named,
         folders_that_are_not_read,
         all_reasons,
         in_every_precision,

@@ -24,6 +24,7 @@ def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     [
         "read_where_a_file_is_expected", "compiled_sequential", "whole_again", "optimizer_from_outside",
         "tied_and_metric", "types_stay", "compiled_again", "unfrozen_and_fitted_again", "planned_otherwise",
+        "layers_that_keep", "scripted_layers",
     ],
 )  # fmt: skip
 def test_two_stages_do_as_one_process(two: Records, case: str) -> None:
@@ -32,6 +33,9 @@ def test_two_stages_do_as_one_process(two: Records, case: str) -> None:
     After ``fit`` layers of other stages once kept their initial weights on each rank. A second ``fit`` that
     trained other weights was refused with the plan of the first one, which no user had given; one by other options
     ran the first one's cut without a word. Gradients from before a fit were added to those of its first step.
+    What layers had set on themselves (counters, averages) was missing on ranks that had not run them, or was that
+    of the time when they had, and the trained model computed something else on each rank without a word. Scripted
+    layers ended with an AttributeError.
     """
     assert_same(two.of(case), two.reference[case], tolerance=TOLERANCES.get(case, 1e-5))
 
@@ -118,6 +122,13 @@ def test_a_call_on_one_rank_is_named_on_the_other(tmp_path: Path) -> None:
     assert re.search(
         r"rank 1 ends: .* rank 0 left fit\(\) with MisconfigurationException: self.forward\(\)", printed
     )
+
+
+def test_objects_that_a_layer_has_changed_are_named(two: Records) -> None:
+    said = [line for rank in two.ranks for line in rank["objects_of_layers_are_named"]["said"]]
+    for place in range(5):
+        [line] = [line for line in said if f"self.blocks.{place}.meter (Meter) was changed by its layer" in line]
+        assert "numbers, tensors, arrays and containers of these go with a layer" in line
 
 
 def test_what_only_a_spec_knows_stays_on_its_rank(two: Records) -> None:

@@ -55,6 +55,19 @@ STEPS: dict[str, tuple[Callable[[Layer], Any], dict[str, str]]] = {
 }  # fmt: skip
 
 
+def test_what_layers_set_themselves_stays_where_what_the_step_set_is_undone() -> None:
+    """A counter of a layer that ran within the step was put back after each micro-batch, without a word."""
+    layer = Layer()
+    with LayerAttributes({layer: "layer"}).noted() as noted:
+        layer.factor, layer.step = 2.0, 1
+        noted.freeze()
+        layer.name, layer.num_runs = "has run", 1
+        layer.register_forward_hook(print)
+        noted.undo()
+    assert (layer.factor, layer.name, layer.num_runs) == (1.0, "has run", 1)
+    assert not hasattr(layer, "step") and len(layer._forward_hooks) == 1
+
+
 @pytest.mark.parametrize("step", STEPS)
 def test_what_a_step_sets_is_found_and_undone(step: str) -> None:
     """Red where a comparison takes equal for same, leaves out the names, or puts a number beside a parameter."""

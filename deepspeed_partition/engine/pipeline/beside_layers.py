@@ -23,7 +23,7 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
-from deepspeed_partition.code_names import CodeSearch, Name, is_installed, is_librarys
+from deepspeed_partition.code_names import CodeSearch, Name, forward_of, is_installed, is_librarys
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.generators import GENERATORS, members_of
 from deepspeed_partition.profiling.attributes import attributes_of
@@ -82,7 +82,7 @@ def names_beside(function: Any) -> list[Name]:
         search.read(getattr(kind, "forward", None), kind)
     for module in modules_of(function):
         for part in module.modules():
-            search.read(type(part).forward, type(part))
+            search.read(forward_of(part), type(part))
             for value in attributes_of(part).values():
                 if isinstance(value, FunctionType):
                     search.read(value, None)

@@ -40,6 +40,7 @@ from deepspeed_partition.engine.repartition.part_descriptions import (
     check_alike,
     describe,
     only_what_changed,
+    say_what_stays,
     take_attributes,
 )
 from deepspeed_partition.engine.runtime.collectives import (
@@ -133,6 +134,7 @@ def _descriptions(
     described: dict[str, PartInfo] = {}
     for descriptions in gather_objects(sent, grid.get_pipe_parallel_group()):
         described.update(descriptions)
+    say_what_stays(info.attributes for info in described.values())
     return described
 
 

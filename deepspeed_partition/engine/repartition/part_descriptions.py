@@ -6,8 +6,8 @@ import enum
 import pickle
 import random
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,8 +24,10 @@ from deepspeed_partition.engine.pipeline.parts import (
     Part,
     tensors_by_name,
 )
+from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.generators import generator_state, generators_of, set_generator_state
-from deepspeed_partition.profiling.attributes import attributes_of
+from deepspeed_partition.profiling.attributes import attributes_of, mark
+from deepspeed_partition.profiling.sources import users_names
 
 OF_DEEPSPEED = (
     "grad_accum", "param_idx_in_group", "get_full_hp_", "set_full_hp_", "load_hp_checkpoint_state",
@@ -150,15 +152,62 @@ def _sendable(value: Any) -> Any:
     kind = _kind_of(value)
     if kind is not None:
         return GeneratorState(kind, generator_state(value))
-    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-        return value.detach().cpu()
-    return value if _is_plain(value) else Unsendable(type(value).__name__)
+    return _with_data(value, _off_the_device) if _is_data(value) else Unsendable(type(value).__name__)
+
+
+def _is_data(value: Any) -> bool:
+    """Whether this is plain data, a tensor or an array, or a container of these."""
+    if type(value) in (list, tuple, set, frozenset, deque):
+        return all(map(_is_data, value))
+    if type(value) in (dict, OrderedDict, defaultdict, Counter):
+        factory = getattr(value, "default_factory", None)
+        return factory in _FACTORIES and all(_is_data(key) and _is_data(each) for key, each in value.items())
+    if isinstance(value, torch.Tensor):
+        return type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
+    if type(value) is numpy.ndarray:
+        return not value.dtype.hasobject
+    return isinstance(value, numpy.generic | torch.device) or _is_plain(value)
+
+
+_FACTORIES = (None, bool, dict, float, int, list, set, str)
+"""What a ``defaultdict`` that is sent may make of a key that it does not have."""
+
+
+def _off_the_device(value: Any) -> Any:
+    """What another process can have of a value."""
+    if isinstance(value, torch.device):
+        return torch.device(value.type)
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _onto_the_device(value: Any) -> Any:
+    """The value on this rank's device; such a device itself is this rank's."""
+    device = torch.device(get_accelerator().current_device_name())
+    if isinstance(value, torch.device):
+        return device if value.type == device.type else value
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _with_data(value: Any, made_of: Callable[[Any], Any]) -> Any:
+    """Copy data of :func:`_is_data`, and make something of each value in its containers."""
+    kind: Any = type(value)
+    if kind in (list, tuple, set, frozenset):
+        return kind(_with_data(each, made_of) for each in value)
+    if kind is deque:
+        return deque((_with_data(each, made_of) for each in value), value.maxlen)
+    if kind in (dict, OrderedDict, defaultdict, Counter):
+        copy: Any = value.copy()
+        for key, each in value.items():  # a Counter's update() would add them
+            copy[key] = _with_data(each, made_of)
+        return copy
+    return made_of(value)
 
 
 def only_what_changed(part: Part, there: PartInfo, built: nn.Module | None = None) -> PartInfo:
     """Leave out the attributes that a layer has when it is built: those may name the rank, or its device."""
-    if isinstance(part.spec, nn.Module):  # a program sets what it sets on every rank; one of them runs the layer
-        return there if part.name == LOSS else replace(there, attributes=_changed_since(part.spec, there))
+    existing = part.spec if isinstance(part.spec, nn.Module) else getattr(part.spec, "module", None)
+    if isinstance(existing, nn.Module):  # a program sets what it sets on every rank; one of them runs the layer
+        return there if part.name == LOSS else replace(there, attributes=_changed_since(existing, there))
     built = part.spec.build() if built is None else built
     own = {name: _module_attributes(module) for name, module in built.named_modules()}
     changed = {
@@ -169,70 +218,141 @@ def only_what_changed(part: Part, there: PartInfo, built: nn.Module | None = Non
 
 
 _FIRST = WeakIdKeyDictionary()  # a module's own hash may depend on what it holds, as a metric's does
-"""What modules that a program has built had before they first ran here: their attributes, by fingerprints."""
+"""What modules that a program has built had when all ranks last had the same: attributes, by fingerprints."""
 
 
-def remember_attributes(layers: Iterable[Any]) -> None:
-    """Remember what layers have that a program has built on every rank, so that what they change can be told."""
+def remember_attributes(layers: Iterable[Any], *, again: bool = False) -> None:
+    """Remember what layers have that a program has built on every rank, so that what they change can be told.
+
+    Args:
+        layers: Those that are modules, or have one that is tied, are looked at.
+        again: Also those that are remembered: all ranks have the same of them now.
+    """
     for layer in layers:
-        for module in layer.modules() if isinstance(layer, nn.Module) else ():
-            if module not in _FIRST:
-                found = _module_attributes(module)
-                _FIRST[module] = {name: _fingerprint(value) for name, value in found.items()}
+        existing = layer if isinstance(layer, nn.Module) else getattr(layer, "module", None)
+        for module in existing.modules() if isinstance(existing, nn.Module) else ():
+            if again or module not in _FIRST:
+                _FIRST[module] = _fingerprints(module, _module_attributes(module))
+
+
+def changed_attributes(layer: nn.Module) -> dict[str, dict[str, Any]]:
+    """What a layer has set on itself and its children since it was remembered, for :func:`set_attributes`.
+
+    By the path of the module and the name of the attribute. What no other process can have is :class:`Staying`.
+    """
+    return _changed_since(layer, describe(layer))
+
+
+def set_attributes(layer: nn.Module, changed: dict[str, dict[str, Any]]) -> None:
+    """Give a layer what :func:`changed_attributes` has found on another rank."""
+    take_attributes(layer, PartInfo([], (), changed))
 
 
 def _changed_since(layer: nn.Module, there: PartInfo) -> dict[str, dict[str, Any]]:
     """What a layer has changed since it was remembered, such as a counter: only the rank that ran it has that."""
-    changed = {}
+    changed: dict[str, dict[str, Any]] = {}
+    modules = dict(layer.named_modules())  # scripted ones have no get_submodule()
     for path, found in there.attributes.items():
-        first = _FIRST.get(layer.get_submodule(path))
-        changed[path] = {
-            name: value
-            for name, value in found.items()
-            if first is not None and first.get(name) != _fingerprint(value) and not isinstance(value, Unsendable)
-        }
+        module = modules[path]
+        first = _FIRST.get(module)
+        if first is not None:
+            now = _fingerprints(module, found)
+            changed[path] = {
+                name: _staying(module, name, value) if isinstance(value, Unsendable) else value
+                for name, value in found.items()
+                if first.get(name) != now[name]
+            }
+            changed[path].update({name: Gone() for name in first if name not in found and name.isidentifier()})
     return changed
+
+
+def _staying(module: nn.Module, name: str, value: Unsendable) -> Staying:
+    return Staying(f"{users_names.get(module, type(module).__name__)}.{name}", value.type_name)
+
+
+def say_what_stays(parts: Iterable[Mapping[str, Mapping[str, Any]]]) -> None:
+    """Name, once, what layers have changed while they ran and no other process can have.
+
+    Args:
+        parts: Their attributes, of each by the path of the module and the name of the attribute.
+    """
+    for value in (value for part in parts for found in part.values() for value in found.values()):
+        if isinstance(value, Staying):
+            warn_once(
+                f"stays/{value.shown}",
+                f"{value.shown} ({value.type_name}) was changed by its layer while that ran, and is what it was "
+                "on ranks that did not run the layer: numbers, tensors, arrays and containers of these go with a "
+                "layer, and other objects do not",
+            )
+
+
+def _fingerprints(module: nn.Module, found: dict[str, Any]) -> dict[str, Any]:
+    """What tells each of a module's attributes from what it is after a change."""
+    return {
+        name: mark(vars(module)[name]) if isinstance(value, Unsendable) else _fingerprint(value)
+        for name, value in found.items()
+    }
 
 
 def _fingerprint(value: Any) -> bytes:
     if isinstance(value, GeneratorState):
         return pickle.dumps((value.kind, value.state.numpy() if value.kind == "torch" else value.state))
+    return pickle.dumps(_with_data(value, _checked))
+
+
+def _checked(value: Any) -> Any:
+    """A checksum in the place of a tensor or an array."""
+    if not isinstance(value, torch.Tensor | numpy.ndarray):
+        return value
     if isinstance(value, torch.Tensor):
-        numbers = value.contiguous().view(-1).view(torch.uint8) if value.numel() else value
-        return f"{value.dtype} {tuple(value.shape)} {zlib.crc32(numbers.numpy().tobytes())}".encode()
-    return pickle.dumps(value) if not isinstance(value, Unsendable) else b""
+        numbers = (value.contiguous().view(-1).view(torch.uint8) if value.numel() else value).numpy()
+    else:
+        numbers = numpy.ascontiguousarray(value)
+    return str(value.dtype), tuple(value.shape), zlib.crc32(numbers.tobytes())
 
 
 def _is_alike(own: dict[str, Any], name: str, value: Any) -> bool:
     if name not in own or type(own[name]) is not type(value):
         return False
-    if isinstance(value, GeneratorState):
-        return _fingerprint(own[name]) == _fingerprint(value)
-    if isinstance(value, torch.Tensor):
-        # Where a layer draws it, it need not be what a layer of the same specification has drawn.
-        return own[name].shape == value.shape and torch.equal(own[name], value)
-    return bool(own[name] == value)
+    if isinstance(value, Unsendable):
+        return bool(own[name] == value)
+    # Where a layer draws a tensor, it need not be what a layer of the same specification has drawn.
+    return _fingerprint(own[name]) == _fingerprint(value)
 
 
 def take_attributes(built: nn.Module, there: PartInfo) -> None:
     """Give the modules of a part the attributes that they have on the rank that sends them."""
+    modules = dict(built.named_modules())
     for path, found in there.attributes.items():
-        module = built.get_submodule(path)
-        here, generators = vars(module), generators_of(module)
+        module = modules[path]
+        here: dict[str, Any] = module.__dict__
+        generators = generators_of(module)
         for name, value in found.items():
             if isinstance(value, GeneratorState):
                 given = value.given_to(generators.get(name))
                 if name.isidentifier() and _kind_of(here.get(name, given)) is not None:  # and no method that draws
                     here[name] = given
-            elif isinstance(value, torch.Tensor):
-                here[name] = value.to(get_accelerator().current_device_name())
-            elif isinstance(value, list) and isinstance(here.get(name), list):
-                here[name][:] = value  # which others may have, too
-            elif isinstance(value, dict) and isinstance(here.get(name), dict):
-                here[name].clear()
-                here[name].update(value)
-            elif not isinstance(value, Unsendable):
-                here[name] = value
+            elif isinstance(value, Gone):
+                here.pop(name, None)
+            elif not isinstance(value, Unsendable | Staying):
+                _take(here, name, _with_data(value, _onto_the_device))
+
+
+def _take(here: dict[str, Any], name: str, value: Any) -> None:
+    """Let an attribute be ``value``: a container that others may have, too, gets its contents."""
+    present: Any = here.get(name)
+    if type(present) is not type(value) or (isinstance(value, deque) and present.maxlen != value.maxlen):
+        here[name] = value
+    elif isinstance(value, list):
+        present[:] = value
+    elif isinstance(value, dict | set):
+        present.clear()
+        present.update(value)
+    elif isinstance(value, deque):
+        present.clear()
+        present.extend(value)
+    else:
+        here[name] = value
 
 
 def attributes_of_tensor(tensor: torch.Tensor) -> dict[str, Any]:
@@ -256,6 +376,19 @@ class Unsendable:
     """An attribute that another process cannot have, such as a function."""
 
     type_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Staying:
+    """What a layer has changed, and no other process can have."""
+
+    shown: str
+    type_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """What has been deleted."""
 
 
 def _is_plain(value: Any) -> bool:
