@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Generator, Tensor, equal
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -57,6 +57,11 @@ GRADIENT, NO_GRADIENT = "a gradient", "no gradient"
 NOISE = "random numbers"
 """Stands among the sources of a value for a draw of no parameter."""
 
+SEEDED = "random numbers of a seed"
+"""Stands there for a draw from a generator that has just got its seed, by which alone the numbers go."""
+
+DRAWS = frozenset((NOISE, SEEDED))
+
 
 class FollowedValues(TorchFunctionMode):
     """Follows values from the parameters that they come from, and tells what mixes several.
@@ -96,48 +101,62 @@ class FollowedValues(TorchFunctionMode):
         self._known: Mapping[int, str] | None = None
         self._read: list[str] = []
         self._counted: frozenset[str] = frozenset()
+        self._drawn_for: set[str] = set()
+        """Parameters for which numbers were drawn by a seed."""
         self._has_met_one = False
         """Whether a parameter was looked at: what was drawn before is the same on all ranks."""
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if len(self._drawn_for) == 1:  # one generator for all ranks' parameters would be at its seed here, too
+            self._tell(RANDOM, self._drawn_for)
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: Any = (), keywords: Mapping[str, Any] | None = None
     ) -> Any:
         keywords = keywords or {}
         name = _name_of(function)
+        is_seeded = _is_just_seeded(keywords.get("generator"))
         if self._tell_of_use is not None and name not in FORMS and name != "grad":
             self._note_use(self._tell_of_use, name, (*arguments, *keywords.values()))
-        result = function(*arguments, **keywords)
+        try:
+            result = function(*arguments, **keywords)
+        except RuntimeError:
+            self._note_failure((*arguments, *keywords.values()))
+            raise
         if not self._has_met_one:
             self._has_met_one = any(map(self._is_of_parameters, _tensors((*arguments, *keywords.values()))))
         if name in ("numel", "nelement"):
             self._note_count(*_tensors(arguments[:1]))
         elif name == "requires_grad_":
-            self._note_draws(frozenset[str]().union(*map(self._sources_of, _tensors(arguments[:1]))) - {NOISE})
+            self._note_draws(frozenset[str]().union(*map(self._sources_of, _tensors(arguments[:1]))) - DRAWS)
         elif name not in FORMS:
             if name == "__deepcopy__":  # whose second argument holds all that was copied before
                 self._follow(name, arguments[:1], result)
             elif name.startswith("_foreach_"):
                 for each in _one_by_one(arguments, result):
-                    self._follow(name, *each)
+                    self._follow(name, *each, is_seeded=is_seeded)
             else:
-                self._follow(name, (*arguments, *keywords.values()), result)
+                self._follow(name, (*arguments, *keywords.values()), result, is_seeded=is_seeded)
         return result
 
-    def _follow(self, name: str, arguments: tuple[Any, ...], result: Any) -> None:
+    def _follow(self, name: str, arguments: tuple[Any, ...], result: Any, *, is_seeded: bool = False) -> None:
         given = list(_tensors(arguments))
         sources = frozenset[str]().union(*(self._sources_of(tensor) for tensor in given))
         is_drawn = self._has_met_one and (name in RANDOM_FACTORIES or name in RANDOM_OF_TENSORS)
-        weights = sources - {NOISE}
+        weights = sources - DRAWS
         if name == "grad" and not any(weight.startswith(FLAT) for weight in weights) and weights:
             self._tell(NO_GRADIENT if result is None else GRADIENT, weights)
         if not sources and not is_drawn:
             return
-        if weights and (is_drawn or NOISE in sources):
+        drawn = sources | {SEEDED if is_seeded else NOISE} if is_drawn else sources
+        if weights and NOISE in drawn:
             self._tell(RANDOM, weights)
+        elif weights and SEEDED in drawn:
+            self._drawn_for |= weights
         written = _writes(name)
         if written and given and weights:
-            own = self._own_name(given[0])
-            target = (self._sources_of(given[0]) if own is None else own) - {NOISE}
+            target = self._known_or_own(given[0]) - DRAWS
             if target and not weights <= target:
                 self._tell_of_write(target, weights - target)
         if len(weights) > 1 or (weights and self._is_all_of_a_rank(weights) and _is_one_of_many(given, result)):
@@ -150,19 +169,31 @@ class FollowedValues(TorchFunctionMode):
             self._tell(WHOLE_STATE, weights)
         elif written and given:
             self.written |= self._sources_of(given[0])
-            self._note_draws(self._sources_of(given[0]) - {NOISE})
+            self._note_draws(self._sources_of(given[0]) - DRAWS)
             self._read = [weight for weight in self._read if weight not in self._sources_of(given[0])]
-        made_of = sources | {NOISE} if is_drawn else sources
         for tensor in _tensors((result,)):
-            if id(tensor) not in (self._known or ()) and self._sources_of(tensor) != made_of:
-                self._sources[tensor] = made_of
+            if id(tensor) not in (self._known or ()) and self._sources_of(tensor) != drawn:
+                self._sources[tensor] = drawn
+
+    def _note_failure(self, arguments: tuple[Any, ...]) -> None:
+        """Tell of what could not be computed, as of shapes that differ, as if it had been written.
+
+        Where code goes through a copy and the layers together, those beside one another on this rank are others.
+        """
+        weights = frozenset[str]().union(*(self._known_or_own(tensor) for tensor in _tensors(arguments))) - DRAWS
+        if len(weights) > 1:
+            self._tell_of_write(weights, weights)
+
+    def _known_or_own(self, tensor: Tensor) -> frozenset[str]:
+        own = self._own_name(tensor)
+        return self._sources_of(tensor) if own is None else own
 
     def _note_use(
         self, tell: Callable[[bool, list[Tensor], frozenset[str]], None], name: str, arguments: tuple[Any, ...]
     ) -> None:
         """Tell of tensors that a function is about to use, and of the parameters that they come from."""
         given = list(_tensors(arguments))
-        weights = frozenset[str]().union(*(self._sources_of(tensor) for tensor in given)) - {NOISE}
+        weights = frozenset[str]().union(*(self._sources_of(tensor) for tensor in given)) - DRAWS
         if given:
             tell(_writes(name), given, weights)
 
@@ -195,7 +226,7 @@ class FollowedValues(TorchFunctionMode):
             self._tell(ELEMENTS_OF_SEVERAL, self._counted)
 
     def _is_of_parameters(self, tensor: Tensor) -> bool:
-        return isinstance(tensor, StandIn) or bool(self._sources_of(tensor) - {NOISE})
+        return isinstance(tensor, StandIn) or bool(self._sources_of(tensor) - DRAWS)
 
     def _own_name(self, tensor: Tensor) -> frozenset[str] | None:
         """The name of a buffer that is written; None for another tensor."""
@@ -228,6 +259,14 @@ def _name_of(function: Any) -> str:
         of = getattr(getattr(function, "__self__", None), "__name__", name)
         return of if name == "__get__" else name
     return name
+
+
+def _is_just_seeded(generator: Any) -> bool:
+    """Whether nothing was drawn from a generator since it got its seed."""
+    if not isinstance(generator, Generator):
+        return False
+    seeded = Generator(generator.device).manual_seed(generator.initial_seed())
+    return equal(seeded.get_state(), generator.get_state())
 
 
 def _writes(name: str) -> bool:

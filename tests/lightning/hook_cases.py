@@ -9,6 +9,7 @@ import copy
 import logging
 import math
 import random
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -484,6 +485,37 @@ class ScaledAtRandom(Module):
             weight.grad.mul_(self.rng.random())
 
 
+class DrawnBySeeds(Module):
+    """Draws for each parameter by its name, which is the same on every rank."""
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        with torch.no_grad():
+            for name, weight in self.named_parameters():
+                drawn = torch.Generator().manual_seed(zlib.crc32(f"{name} {self.global_step}".encode()))
+                weight.add_(torch.randn(weight.shape, generator=drawn).to(weight), alpha=0.1)
+
+
+class DrawnByOneSeed(Module):
+    """One generator goes through the parameters of a rank, which are others than in one process."""
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        drawn = torch.Generator().manual_seed(self.global_step)
+        with torch.no_grad():
+            for weight in self.parameters():
+                weight.add_(torch.randn(weight.shape, generator=drawn), alpha=0.1)
+
+
+class DrawnByOneSeedForOne(Module):
+    """So does one that goes through one parameter of each rank."""
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        drawn = torch.Generator().manual_seed(self.global_step)
+        with torch.no_grad():
+            for weight in [weight for weight in self.parameters() if weight.shape[0] != weight.shape[-1]]:
+                if weight.ndim > 1:
+                    weight.add_(torch.randn(weight.shape, generator=drawn), alpha=0.1)
+
+
 class DrawnOnce(Module):
     """Draws one number for all parameters, which is the same on every rank."""
 
@@ -551,6 +583,29 @@ class Averaged(Module):
     def on_train_batch_end(self, *arguments: Any) -> None:
         for average, weight in zip(self.teacher.parameters(), self.blocks.parameters(), strict=False):
             average.mul_(0.9).add_(weight, alpha=0.1)
+
+
+class AveragedWhole(Module):
+    """So with all of the layers, which have other shapes than those beside them on another rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [self.embed, *self.blocks, self.head]
+        self.teacher = nn.Sequential(*copy.deepcopy(layers)).requires_grad_(False)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        weights = [weight for name, weight in self.named_parameters() if not name.startswith("teacher.")]
+        for average, weight in zip(self.teacher.parameters(), weights, strict=False):
+            average.mul_(0.9).add_(weight, alpha=0.1)
+
+
+class AveragedWholeAsSums(AveragedWhole):
+    @torch.no_grad()
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        weights = [weight for name, weight in self.named_parameters() if not name.startswith("teacher.")]
+        for average, weight in zip(self.teacher.parameters(), weights, strict=False):
+            average.data = 0.9 * average + 0.1 * weight
 
 
 class AveragedInBuffers(Module):
@@ -1163,6 +1218,7 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
 
     for build in (
         NormByHand, Stacked, RateOfAll, Noisy, ScaledAtRandom, DrawnOnce, NormsLogged, NormsOfLightning,
+        DrawnBySeeds, DrawnByOneSeed, DrawnByOneSeedForOne, AveragedWhole, AveragedWholeAsSums,
         ZeroingGradients, Averaged, AveragedInBuffers, RunsBlocks, ListsOfOne, OnRankZero,
         ClippedInClosure, StepsByPlace, StepsWithNoise, StepsWithClosure, RateInStep, RateBeforeForward,
         OptimizerReplaced, ClippingReplaced, SavingItself, CopyingItself, OwnOptimizer, Counted, NormInStep,
@@ -1201,6 +1257,34 @@ def logged_features(host: Host) -> dict[str, Any]:
     return cases.fit_record(trainer, None, recorder.rows)
 
 
+class Skips(Module):
+    """Skips each second batch: in one process by None, in a pipeline by what its refusal says."""
+
+    is_pipelined = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.skips = batch_idx % 2 == 1
+        if not self.skips:
+            return loss
+        return 0 * loss if self.is_pipelined else None
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.skips and self.is_pipelined:
+            for weight in self.parameters():
+                weight.grad = None
+
+
+def skipped_batches(host: Host) -> dict[str, Any]:
+    record = {}
+    for name in ("sgd", "adam"):
+        module = seeded(Skips)
+        module.optimizer_name, module.is_pipelined = name, host.pipelined
+        trained(host, module)
+        record[name] = [weight.tolist() for weight in module.parameters()]
+    return record
+
+
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     2: [
         norms_over_ranks,
@@ -1215,6 +1299,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
         hooks_of_steps,
         asked_in_steps,
         taught,
+        skipped_batches,
     ],
     4: [],
 }

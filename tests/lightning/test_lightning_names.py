@@ -202,10 +202,14 @@ def test_what_may_change_is_said_before_the_first_step(two: Records) -> None:
         "hooks_of_steps",
         "asked_in_steps",
         "taught",
+        "skipped_batches",
     ],
 )
 def test_hooks_on_all_parameters_train_like_one_process(two: Records, case: str) -> None:
-    """``clip_grad_norm_`` in a hook took the norm of a part of the gradients, and nothing was said."""
+    """``clip_grad_norm_`` in a hook took the norm of a part of the gradients, and nothing was said.
+
+    The refusal of a step that skips a batch said what trains otherwise.
+    """
     assert_same(two.of(case), two.reference[case])
 
 
@@ -224,6 +228,8 @@ def test_what_hooks_write_into_weights_lasts(two: Records, precision: str, toler
         ("RateOfAll", "on_train_batch_end of RateOfAll "),
         ("Noisy", "on_train_epoch_start of Noisy draws random numbers for parameters"),
         ("ScaledAtRandom", "on_before_optimizer_step of ScaledAtRandom draws random numbers for parameters"),
+        ("DrawnByOneSeed", "on_train_batch_end of DrawnByOneSeed draws random numbers for parameters"),
+        ("DrawnByOneSeedForOne", "on_train_batch_end of DrawnByOneSeedForOne draws random numbers for parameters"),
         ("NormsLogged", "on_before_optimizer_step of NormsLogged logs values of single parameters"),
         ("NormsOfLightning", "on_before_optimizer_step of NormsOfLightning computes with several parameters"),
         ("NormOfOneEach", "on_before_optimizer_step of NormOfOneEach computes with several parameters"),
@@ -275,6 +281,8 @@ def test_frozen_modules_beside_the_layers_are_told_once(two: Records) -> None:
 
 def test_gradients_that_a_hook_clears_are_not_told(two: Records) -> None:
     assert all(rank["told_of_hooks"]["DrawnOnce"]["said"] == [] for rank in two.ranks)
+    # What the line about draws names as the way out was told of by it.
+    assert all(rank["told_of_hooks"]["DrawnBySeeds"]["said"] == [] for rank in two.ranks)
     assert all(rank["told_of_hooks"]["ZeroingGradients"]["said"] == [] for rank in two.ranks)
     assert all(rank["told_of_hooks"]["CopyingItself"]["said"] == [] for rank in two.ranks)
     assert all(rank["told_of_hooks"]["StepReplacedByItself"]["said"] == [] for rank in two.ranks)
@@ -299,6 +307,9 @@ def test_parameters_of_an_optimizer_that_are_read_one_by_one_are_not_told(two: R
         ),
         ("Averaged", "on_train_batch_end of Averaged changes teacher.0."),
         ("Averaged", "Average by hand in a dict by the names of self.named_parameters()"),
+        # The rank whose layers have other shapes than the first ones ended with torch's words about sizes.
+        ("AveragedWhole", "on_train_batch_end of AveragedWhole changes teacher."),
+        ("AveragedWholeAsSums", "on_train_batch_end of AveragedWholeAsSums changes teacher."),
         # Each rank averaged the layers that it had, and nobody was told.
         ("AveragedInBuffers", "on_train_batch_end of AveragedInBuffers changes average."),
         ("ClippedInClosure", "optimizer_step of ClippedInClosure looks at gradients after the closure"),
