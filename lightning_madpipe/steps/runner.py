@@ -21,6 +21,7 @@ from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.unsupported import needs_two_samples
 from lightning_madpipe.steps.batch_runs import BatchRun, Piece, SamplesSelectedError
 from lightning_madpipe.steps.batches import (
+    not_by_samples,
     own_copy,
     refuse_lists_of_samples,
     shapes_of,
@@ -382,12 +383,38 @@ class BatchRunner:
             # Every rank runs the step up to the pipeline once: what it cannot do is then an error on all
             # ranks, and not one error and a wait on the others.
             with self.steps.rehearsal(), self._pipeline.elsewhere.everything_hidden():
-                inputs = self.steps.inputs(run.micro_batches[0], on_all_ranks=True)
+                inputs = self._inputs_of_first(run)
             if self._comparison.is_due:
                 self._engine.come_to_rest()
                 self._comparison.compare(inputs, run, [])
             self._rehearsed.add(key)
         return run
+
+    def _inputs_of_first(self, run: BatchRun) -> Any:
+        """What the step passes to the layers for the first micro-batch.
+
+        Raises:
+            Exception: what the step raises; the host's, with what to do, where it raises that for a micro-batch
+                and not for the batch.
+        """
+        step, first = run.whole.step, run.micro_batches[0]
+        try:
+            return self.steps.inputs(first, on_all_ranks=True)
+        except Exception as error:
+            if len(run.micro_batches) == 1 or not self._can_begin(run.whole):
+                raise
+            size = run.whole.size
+            raise self._refusal(
+                f"{step} runs for a whole batch of {size} up to its call of the layers, and not for {first.size} "
+                f"of its samples ({type(error).__name__}: {error}): {not_by_samples(size)}"
+            ) from error
+
+    def _can_begin(self, whole: MicroBatch) -> bool:
+        try:
+            self.steps.inputs(whole, on_all_ranks=True)
+        except Exception:  # what it raises for the micro-batch says more
+            return False
+        return True
 
     def _follow(self, step: str, run: BatchRun) -> None:
         """Let the layers run what the step calls, for a whole batch, too, where it runs on that once."""

@@ -52,7 +52,12 @@ from lightning_madpipe.steps.step_runs import StepRuns
 from lightning_madpipe.steps.step_side_effects import Leftovers, Place
 from lightning_madpipe.steps.what_layers_set import LayerTraces
 
-SKIPPING = "; a batch cannot be skipped, because the other stages are in the middle of it: return a loss times 0"
+SKIPPING = (
+    "; a batch cannot be skipped in its step, because the other stages are in the middle of it: return a loss "
+    "times 0 and set `self.skips = True` (else False), and in on_before_optimizer_step take the gradients away, "
+    "`if self.skips: for p in self.parameters(): p.grad = None`; without that, or under stage=1, bf16 and fp16, "
+    "momentum and weight decay change the weights, which one process leaves as they are"
+)
 
 
 class NoLossError(Exception):

@@ -1117,6 +1117,19 @@ class AdjacentInLayers(Adjacent):
         return [self.first, self.second, lambda passed: passed[1]]
 
 
+class AdjacentBefore(Adjacent):
+    """The step multiplies by the adjacency, before layers that are found without a capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(self.first, nn.ReLU(), self.second)
+        del self.first, self.second
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        adjacency, x, label = batch
+        return F.cross_entropy(self.net(adjacency @ x), label)
+
+
 class SparseRows(ByChance):
     """Is given sparse samples, and names its layers: to find them a batch would be cut."""
 
@@ -1412,7 +1425,8 @@ def refused_modules(host: cases.Host) -> dict[str, Any]:
     for build in (
         Noisy, NoCall, OtherOrder, ChangingCall, Branching, BranchingInside, BranchingLoss, Resized, Generating,
         Unequal, Attached, RateInForward, RateOfTrainer, Carrying, CarryingForBatches, CarryingByLayers,
-        MixedWindow, ByChance, ByChanceFound, Adjacent, AdjacentInLayers, SparseRows, FeaturedDeciding,
+        MixedWindow, ByChance, ByChanceFound, Adjacent, AdjacentInLayers, AdjacentBefore, SparseRows,
+        FeaturedDeciding,
         NeedsAHook, FourBlocks, Lazy, SeveralCallsOneSets,
     ):  # fmt: skip
         if not is_chosen(build.__name__):

@@ -61,6 +61,15 @@ def test_dropout_draws_from_the_seed(two: Records) -> None:
         ("Adjacent", "it runs for a whole batch of 16, and not for 4 of its samples: every tensor whose"),
         ("Adjacent", "such as the adjacency of a graph. MadPipeStrategy(num_micro_batches=1) cuts nothing"),
         ("AdjacentInLayers", "a batch of 16 can be run, and its micro-batches of 4 samples cannot ("),
+        # It ended with torch's words about shapes.
+        (
+            "AdjacentBefore",
+            "runs for a whole batch of 16 up to its call of the layers, and not for 4 of its samples",
+        ),
+        (
+            "AdjacentBefore",
+            "(RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x16 and 4x8)): every tensor",
+        ),
         ("SparseRows", "the batch holds a sparse or nested tensor, which cannot be cut into micro-batches"),
         ("ByChanceFound", "the layers that were found of self() cannot run that: ByChanceFound"),
         ("MixedWindow", "leave the short batch out (drop_last=True), or do not accumulate"),
