@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from pytorch_lightning.callbacks import ModelSummary
 from torch import nn
 
-from lightning_madpipe.checkpoint.held_objects import walk
+from lightning_madpipe.checkpoint.held_objects import inside, walk
 from lightning_madpipe.compat.callback_patches import summarize_whole
 
 
@@ -40,3 +42,15 @@ def test_a_class_whose_module_is_no_text_ends_no_search():
     callback, teacher = ModelSummary(), nn.Linear(2, 2)
     callback.socket, callback.teacher = Socket(), teacher
     assert modules_in(callback) == [teacher]
+
+
+class MadeWhenAsked(dict[str, Any]):
+    def items(self) -> Any:
+        raise ImportError("what a library makes of its keys is not there")
+
+
+def test_installed_files_are_not_searched() -> None:
+    """Through ``import torch`` beside a module the search came to all of the libraries, and to one's error."""
+    assert inside(torch) == {} and inside(functools) == {}
+    assert inside(sys.modules[__name__])["MadeWhenAsked"] is MadeWhenAsked
+    assert inside(MadeWhenAsked(held=1)) == {"held": 1}

@@ -205,10 +205,11 @@ def _with_data(value: Any, made_of: Callable[[Any], Any]) -> Any:
 
 def only_what_changed(part: Part, there: PartInfo, built: nn.Module | None = None) -> PartInfo:
     """Leave out the attributes that a layer has when it is built: those may name the rank, or its device."""
-    existing = part.spec if isinstance(part.spec, nn.Module) else getattr(part.spec, "module", None)
+    spec: Any = part.spec
+    existing = spec if isinstance(spec, nn.Module) else getattr(spec, "module", None)
     if isinstance(existing, nn.Module):  # a program sets what it sets on every rank; one of them runs the layer
         return there if part.name == LOSS else replace(there, attributes=_changed_since(existing, there))
-    built = part.spec.build() if built is None else built
+    built = spec.build() if built is None else built
     own = {name: _module_attributes(module) for name, module in built.named_modules()}
     changed = {
         path: {name: value for name, value in found.items() if not _is_alike(own.get(path, {}), name, value)}
