@@ -26,6 +26,8 @@ MOST_OBJECTS = 200_000
 """How many objects are looked at, which takes about a second."""
 MOST_ITEMS = 20_000
 """Items of a container up to which it is looked at what is within them."""
+PLAIN, GIVING = ("builtins", "collections"), {"__iter__", "__getitem__", "__len__", "items", "values"}
+"""Modules whose containers give what is in them, and the methods that do."""
 OF_MODULES = frozenset(vars(nn.Module()))
 
 
@@ -87,6 +89,8 @@ def walk(begin: Iterator[tuple[str, Any]], visited: set[int]) -> Iterator[tuple[
         if isinstance(value, bool | int | float | str) or id(value) in visited:
             continue
         visited.add(id(value))
+        if _makes_its_items(value):
+            continue
         num_objects += 1
         if num_objects > MOST_OBJECTS:
             warn_once(
@@ -136,16 +140,41 @@ def inside(value: Any) -> Mapping[Any, Any]:
     own = str(type(value).__module__).partition(".")[0] not in LIBRARIES
     if not own or isinstance(value, type | Tensor):
         return {}
-    slots = {name for kind in type(value).__mro__ for name in _slots_of(kind)}
-    held = {
-        **{name: getattr(value, name) for name in slots if hasattr(value, name)},
-        **getattr(value, "__dict__", {}),
-    }
+    held = _attributes(value)
     return (
         {key: each for key, each in held.items() if key not in OF_MODULES}
         if isinstance(value, nn.Module)
         else held
     )
+
+
+def _makes_its_items(value: Any) -> bool:
+    """Return whether a container's class has its own way to give what is in it.
+
+    The table of models in transformers, a dict, imports each of them as it is looked at, or raises.
+    """
+    return isinstance(value, dict | list | tuple | set | frozenset | deque) and any(
+        each.__module__ not in PLAIN and not GIVING.isdisjoint(vars(each)) for each in type(value).__mro__
+    )
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes that an object has, without code of its class, which may make some or raise."""
+    slots = {name for kind in type(value).__mro__ for name in _slots_of(kind)}
+    held = {name: _held_as(value, name) for name in slots}
+    own = _held_as(value, "__dict__")
+    return {
+        **{name: each for name, each in held.items() if each is not None},
+        **(own if type(own) is dict else {}),
+    }
+
+
+def _held_as(value: Any, name: str) -> Any:
+    """Return an attribute; None where it has no value."""
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return None
 
 
 def _slots_of(kind: type) -> tuple[str, ...]:

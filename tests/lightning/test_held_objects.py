@@ -54,3 +54,29 @@ def test_installed_files_are_not_searched() -> None:
     assert inside(torch) == {} and inside(functools) == {}
     assert inside(sys.modules[__name__])["MadeWhenAsked"] is MadeWhenAsked
     assert inside(MadeWhenAsked(held=1)) == {"held": 1}
+
+
+def test_a_container_that_makes_its_items_is_not_asked_for_them():
+    """A notebook came to transformers' table of models, a dict that imports what is looked at: the run ended."""
+
+    class Table(dict):
+        def items(self):
+            raise ValueError("could not import a model")
+
+        values = __iter__ = __len__ = items
+
+    callback, teacher = ModelSummary(), nn.Linear(2, 2)
+    callback.table, callback.teacher = Table(model=nn.Linear(2, 2)), teacher
+    assert modules_in(callback) == [teacher]
+
+
+def test_attributes_are_read_without_code_of_their_class():
+    class Lazy:
+        __slots__ = ("__dict__", "empty", "teacher")
+
+        def __getattr__(self, name: str) -> Any:
+            raise ValueError(f"{name} could not be imported")
+
+    callback, lazy, teacher = ModelSummary(), Lazy(), nn.Linear(2, 2)
+    lazy.teacher, callback.lazy = teacher, lazy
+    assert modules_in(callback) == [teacher]
