@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -65,8 +66,7 @@ def find_call(module: Any, step: str, batch: Any, undone: Callable[[], AbstractC
     except AttributeError as error:  # mostly of what a hook sets
         raise ValueError(
             f"{step} of {type(module).__name__} raises {type(error).__name__} ({error}) at {line_of_users(error)} "
-            "where it runs once to see what it calls, before any hook of an epoch or a batch: set what it reads "
-            "in __init__() or setup()"
+            f"where it runs once to see what it calls, before {_where_it_is_set(module, error)}"
         ) from error
     if made is None:
         raise ValueError(
@@ -83,6 +83,20 @@ def find_call(module: Any, step: str, batch: Any, undone: Callable[[], AbstractC
             "put what the step calls into forward(), and call self(...) there"
         )
     return call
+
+
+def _where_it_is_set(module: Any, error: AttributeError) -> str:
+    """Who sets what a step has read too early, and what to read instead."""
+    code = getattr(type(module).configure_optimizers, "__code__", None)
+    instructions = [] if code is None else dis.get_instructions(code)
+    names = [each.argval for each in instructions if each.opname == "STORE_ATTR"]
+    of_optimizers = [f"self.{name}" for name in names if f"'{name}'" in str(error)]
+    if of_optimizers:
+        return (
+            f"configure_optimizers(), which sets {of_optimizers[0]}: read an optimizer in the step as "
+            "self.optimizers(), and a learning-rate scheduler as self.lr_schedulers()"
+        )
+    return "any hook of an epoch or a batch: set what it reads in __init__() or setup()"
 
 
 def call_among(

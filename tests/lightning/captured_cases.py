@@ -959,6 +959,18 @@ class NeedsAHook(OwnGenerators):
         return super().training_step((batch[0] * self.of_batch,), batch_idx)
 
 
+class ReadsOptimizer(OwnGenerators):
+    """Logs the rate of the optimizer that ``configure_optimizers()`` keeps."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log("rate", self.optimizer.param_groups[0]["lr"])
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.optimizer = super().configure_optimizers()
+        return self.optimizer
+
+
 def deciding_blocks(host: cases.Host) -> dict[str, Any]:
     """Where a step itself called a module that decides by data, its layers computed something else."""
     return trained(host, DecidingBlocks, cases.loader(NUM_SAMPLES))
@@ -1427,7 +1439,7 @@ def refused_modules(host: cases.Host) -> dict[str, Any]:
         Unequal, Attached, RateInForward, RateOfTrainer, Carrying, CarryingForBatches, CarryingByLayers,
         MixedWindow, ByChance, ByChanceFound, Adjacent, AdjacentInLayers, AdjacentBefore, SparseRows,
         FeaturedDeciding,
-        NeedsAHook, FourBlocks, Lazy, SeveralCallsOneSets,
+        NeedsAHook, ReadsOptimizer, FourBlocks, Lazy, SeveralCallsOneSets,
     ):  # fmt: skip
         if not is_chosen(build.__name__):
             continue

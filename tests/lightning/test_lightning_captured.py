@@ -83,6 +83,11 @@ def test_dropout_draws_from_the_seed(two: Records) -> None:
         ),
         ("NeedsAHook", "at captured_cases.py:"),
         ("NeedsAHook", "before any hook of an epoch or a batch: set what it reads in __init__() or setup()"),
+        (
+            "ReadsOptimizer",
+            "before configure_optimizers(), which sets self.optimizer: read an optimizer in the step as "
+            "self.optimizers(), and a learning-rate scheduler as self.lr_schedulers()",
+        ),
         ("Lazy", "self.net.0.weight and 3 more of Lazy has no shape before a first batch"),
         ("Lazy", "run the module on one batch before fit"),
         ("SeveralCallsOneSets", "training_step reads self.encoder.size, which a layer sets while it runs"),
