@@ -7,6 +7,7 @@ import os
 import site
 import sys
 import sysconfig
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import cache
 from types import CellType, CodeType, FunctionType, ModuleType
@@ -94,6 +95,22 @@ def names_read(function: FunctionType, kind: type | None) -> Iterator[Name]:
                 yield Name(owner.__name__, key, _Members(owner), f"{kind.__name__}.{key}")
 
 
+def _defaults_of(function: FunctionType) -> Iterator[Name]:
+    """The defaults of arguments that may change, such as a list."""
+    table = Defaults(function)
+    for key, value in table.items():
+        # Registries of packages, which fill themselves when they are asked, are none that code counts in.
+        is_container = type(value) in (list, dict, set, bytearray, deque, Counter, defaultdict, OrderedDict)
+        if is_container or isinstance(value, Iterator) or module_of(type(value)) == function.__module__:
+            yield Name(f"{function.__module__}.{function.__qualname__}()", key, table, key)
+
+
+def module_of(kind: type) -> str:
+    """The name of the module of a class; classes that Cython makes for its functions have a descriptor there."""
+    name = getattr(kind, "__module__", None)
+    return name if isinstance(name, str) else ""
+
+
 def is_librarys(value: Any) -> bool:
     """Whether a function, a class or a module belongs to a library that runs steps or computes in them."""
     name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or ""
@@ -167,6 +184,8 @@ class CodeSearch:
         """The names that stand for data, by whom they belong to and their own."""
         self.written = set[str]()
         """All names in the code."""
+        self.functions: list[FunctionType] = []
+        """Those that were read."""
         self._is_of_program, self._seen = is_of_program, set[int]()
 
     def read(self, code: Any, kind: type | None) -> None:
@@ -176,7 +195,10 @@ class CodeSearch:
         if function is None or known or not self._is_of_program(function.__module__):
             return
         self._seen.add(id(function))
+        self.functions.append(function)
         self.written.update(names_in(function.__code__))
+        for name in _defaults_of(function):
+            self._keep(name)
         for name in names_read(function, kind):
             value = name.value
             if function_of(value) is not None:
@@ -224,6 +246,42 @@ class _Cells(MutableMapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.cells)
+
+
+class Defaults(MutableMapping[str, Any]):
+    """The defaults of a function's arguments, by the names of these."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self._function = function
+
+    def _places(self) -> dict[str, int]:
+        code, defaults = self._function.__code__, self._function.__defaults__ or ()
+        names = code.co_varnames[: code.co_argcount][code.co_argcount - len(defaults) :]
+        return {name: place for place, name in enumerate(names)}
+
+    def __getitem__(self, name: str) -> Any:
+        place = self._places().get(name)
+        if place is None:
+            return (self._function.__kwdefaults__ or {})[name]
+        return (self._function.__defaults__ or ())[place]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        place = self._places().get(name)
+        if place is None:
+            self._function.__kwdefaults__ = {**(self._function.__kwdefaults__ or {}), name: value}
+        else:
+            defaults = list(self._function.__defaults__ or ())
+            defaults[place] = value
+            self._function.__defaults__ = tuple(defaults)
+
+    def __delitem__(self, name: str) -> None:
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (*self._places(), *(self._function.__kwdefaults__ or ()))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 class _Members(MutableMapping[str, Any]):

@@ -14,18 +14,27 @@ from __future__ import annotations
 import inspect
 import os
 from collections import deque
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from types import FunctionType, ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from deepspeed_partition.code_names import STEPS, CodeSearch, forward_of, is_installed, is_librarys, set_by_class
+from deepspeed_partition.code_names import (
+    STEPS,
+    CodeSearch,
+    forward_of,
+    is_installed,
+    is_librarys,
+    module_of,
+    set_by_class,
+)
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.generators import GENERATORS
 from lightning_madpipe.module import named_owners, outside_pipeline
+from lightning_madpipe.steps.reached_objects import MOST_OBJECTS, ReachedObjects
 from lightning_madpipe.steps.step_side_effects import Place
 
 TRAINER, ENVIRONMENT = "trainer", "os.environ"
@@ -55,18 +64,75 @@ class BesideModule:
         self._told: set[Place] = set()
         # Its own package is the program's even where it is installed.
         self._package = type(module).__module__.partition(".")[0]
-        search = CodeSearch(self.is_programs)
+        self._search = search = CodeSearch(self.is_programs)
         for step in STEPS:
             search.read(inspect.getattr_static(type(module), step, None), type(module))
         for _, owner in outside_pipeline(module):
             search.read(forward_of(owner), type(owner))
             for value in vars(owner).values():
                 search.read(value, None)
-        kind: Any = type(getattr(module, "_trainer", None))
+        self._code_read: set[Any] = set()
+        """Classes of objects that were reached, and functions, whose code was read."""
+        self._take_names()
+
+    def _take_names(self) -> None:
+        """Take what the search of the code has found."""
+        search, kind = self._search, cast(Any, type(getattr(self._module, "_trainer", None)))
         self._written = search.written
         self._of_trainer = search.written - set_by_class(kind)
         self._sees_environment = "environ" in search.written
         self._names = {Place(owner, "beside", key): name for (owner, key), name in search.found.items()}
+
+    def reached(self, attributes: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        """The objects of the program that steps reach, by names that are the same on all ranks.
+
+        Args:
+            attributes: Those of the LightningModule and of its submodules, with their names.
+        """
+        self._owners = self._found_owners()
+        while True:
+            code: set[Any] = set()
+            found = ReachedObjects(
+                [*attributes, *self._roots()],
+                apart=(id(self._module), *map(id, self._owners.values())),
+                note_code=code.add,
+            )
+            if code <= self._code_read:
+                break
+            self._read(code - self._code_read)
+        if found.left_out is not None:
+            warn_once(
+                f"left out/{type(self._module).__name__}",
+                f"more than {MOST_OBJECTS:,} objects are reached from {type(self._module).__name__} and from what "
+                f"its steps name, and those from {found.left_out} on are not looked at: what a step changes in "
+                "them is changed on the last stage alone, for each micro-batch and in trials of the step. Keep "
+                "what it changes in attributes of the module",
+            )
+        return found.by_name
+
+    def _roots(self) -> Iterator[tuple[str, Any]]:
+        """What steps name beside the module, with names."""
+        for place, name in self._names.items():
+            value = name.table.get(place.name)
+            if not isinstance(value, FunctionType):
+                yield str(place), value
+        for owner, of in self._owners.items():
+            yield from ((f"{owner}.{key}", value) for key, value in vars(of).items())
+        for function in self._search.functions:
+            if vars(function):
+                yield f"{function.__module__}.{function.__qualname__}", function
+
+    def _read(self, code: Iterable[Any]) -> None:
+        """Read the methods of classes, and functions, for what they name."""
+        for each in sorted(code, key=lambda each: (each.__module__, each.__qualname__)):
+            self._code_read.add(each)
+            if isinstance(each, FunctionType):
+                self._search.read(each, None)
+            else:
+                for base in each.__mro__:
+                    for member in () if is_librarys(base) else tuple(vars(base).values()):
+                        self._search.read(member, base)
+        self._take_names()
 
     def places(self) -> Iterator[tuple[Place, Any]]:
         """Every place with its value now, in the same order on all ranks."""
@@ -143,7 +209,7 @@ class BesideModule:
 
     def is_of_program(self, value: Any) -> bool:
         """Whether the class of an object is the program's own, and not one of an installed package."""
-        return self.is_programs(type(value).__module__)
+        return self.is_programs(module_of(type(value)))
 
     def is_programs(self, module: str | None) -> bool:
         """Whether a file, by the name of its module, is the program's own, and not one of an installed package."""

@@ -8,6 +8,7 @@ attributes, modes and hooks of layers, names that the code of layers reads, cont
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ MOST_NUMBERS = 1000
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _TABLES = ("_parameters", "_buffers", "_modules")
 _MISSING = object()
+_WORDS = re.compile(r"\w+")
 
 
 class OtherStateError(Exception):
@@ -373,6 +375,10 @@ class _State:
         return found + [name for name, value in modes.items() if self._modes[name] != value]
 
     def _may_be_read(self, place: Place, value: Any) -> bool:
+        if place.kind == "object" and self._before is not None:
+            # Code that reads it names it and what leads to it, unless a layer holds the object.
+            held = id(self._before.objects.get(place.owner)) in self._held
+            return held or (place.name in self._names and not self._names.isdisjoint(_WORDS.findall(place.owner)))
         return place.name in self._names or id(value) in self._held
 
 

@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from torchmetrics import Metric
 
 from lightning_madpipe.module import outside_pipeline
-from lightning_madpipe.steps.step_side_effects import Beside
+from lightning_madpipe.steps.reached_objects import attributes_of
+from lightning_madpipe.steps.step_side_effects import Beside, reached_objects
 
 Operations = frozenset[tuple[str, str]]
 """Pairs of an operation and the one whose result it takes."""
@@ -222,3 +223,7 @@ class Attributes:
         for place, value in () if self._beside is None else self._beside.places():
             if isinstance(value, bool | int | float | str | None):
                 yield f"beside {place}", value
+        for name, each in reached_objects(self._module, self._ignored, self._beside).items():
+            for key, value in (attributes_of(each) or {}).items():
+                if isinstance(value, bool | int | float | str | None):
+                    yield f"{name}.{key}", value

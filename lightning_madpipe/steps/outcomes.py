@@ -21,7 +21,7 @@ from lightning_madpipe.steps.logged_sizes import LoggedSizes
 from lightning_madpipe.steps.loss_mode import LossOfBatches
 from lightning_madpipe.steps.metrics import MetricValue
 from lightning_madpipe.steps.own_generators import States
-from lightning_madpipe.steps.recorded_calls import Call, make
+from lightning_madpipe.steps.recorded_calls import Call, make, merged
 from lightning_madpipe.steps.serialization import packed, pickled, unpacked
 from lightning_madpipe.steps.step_results import StepResult, result_of
 from lightning_madpipe.steps.step_side_effects import Change, Leftovers, make_changes
@@ -140,7 +140,7 @@ class Outcomes:
             parcel = broadcast_object(parcel, last, grid.get_pipe_parallel_group())
             if outcome is None:
                 outcome = unpacked(pickle.loads(parcel), self._device)
-                make_changes(self._module, outcome.changes, self._steps.beside)
+                make_changes(self._module, outcome.changes, self._steps.beside, self._steps.reached_objects())
                 for run, changed in zip(window, outcome.batches, strict=False):
                     for place, left in changed.items():
                         _write(run.tensors[place], left)
@@ -158,7 +158,6 @@ class Outcomes:
         return outcome.results
 
     def _outcome(self, window: Sequence[BatchRun], step: str) -> Outcome:
-        in_order = [micro_batch for run in window for micro_batch in run.done]
         rules = self._losses.log_rules if step == "training_step" else {}
         error: Exception | None = None
         results: list[StepResult] = []
@@ -170,10 +169,31 @@ class Outcomes:
         changes += self._left_on_layers()
         self._before = None
         self._changes = []
-        calls = [call for micro_batch in in_order for call in micro_batch.calls]
+        calls = [call for run in window for call in self._calls_of(run, step)]
         batches = [_written_back(run) for run in window]
         draws = self._steps.draws.left()
         return Outcome(results, changes, calls, self._stops(window, step), error, draws, batches)
+
+    def _calls_of(self, run: BatchRun, step: str) -> list[Call]:
+        """The calls of loggers and of ``self.print`` by a batch's step, which makes them once in one process."""
+        calls = [micro_batch.calls for micro_batch in run.done]
+        to_loggers = [[call for call in each if call.logger is not None] for each in calls]
+        if len(calls) == 1 or not any(to_loggers):
+            return [call for each in calls for call in each]
+        once = merged(to_loggers, [micro_batch.size for micro_batch in run.done])
+        name = next(str(call) for each in to_loggers for call in each)
+        does = (
+            f"for each of the {len(calls)} micro-batches of a batch, with what that has"
+            if once is None
+            else "once per batch, with the mean of each number over micro-batches, weighted by samples"
+        )
+        warn_once(
+            f"calls/{step}/{name}/{once is None}",
+            f"{step} calls {name} itself, and runs once per micro-batch: rank 0 makes the call {does}. self.log "
+            "gives what the batch has; MadPipeStrategy(loss='batch') runs training_step once per batch",
+        )
+        printed = [call for each in calls for call in each if call.logger is None]
+        return [call for each in calls for call in each] if once is None else [*printed, *once]
 
     def _sizes_of(self, step: str) -> LoggedSizes:
         if step not in self._logged_sizes:

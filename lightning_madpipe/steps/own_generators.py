@@ -5,8 +5,8 @@ micro-batch. What it draws from ``random.Random``, NumPy's or torch's generators
 all of these runs: each begins where the generator was when the batch began, and afterwards the generator is where
 a single run has left it, on every rank of the pipeline. Trials of a step leave it where it was.
 
-The same holds for iterators that are attributes, such as ``itertools.cycle`` or that of a loader of its own: what
-they have given is kept while a batch lasts, and given again.
+The same holds for iterators, such as ``itertools.cycle`` or that of a loader of its own: what they have given is
+kept while a batch lasts, and given again.
 
 Found are generators in attributes of the LightningModule and of its submodules, in lists, dicts and objects of the
 program there, and those that the steps' code reads from its file, from functions around it, or from defaults.
@@ -16,25 +16,34 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import random
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from io import IOBase
 from types import FunctionType, ModuleType
 from typing import Any
+from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from deepspeed_partition.capture.draws import Rewindable
-from deepspeed_partition.code_names import LIBRARIES, STEPS, function_of, names_read
+from deepspeed_partition.code_names import LIBRARIES, STEPS, Defaults, function_of, is_installed, names_read
+from deepspeed_partition.engine.runtime.environment import warn_once
+from deepspeed_partition.engine.runtime.random_state import random_state
 from deepspeed_partition.generators import COMMON, GENERATORS, METHODS, generator_state, set_generator_state
 from lightning_madpipe.module import outside_pipeline
+from lightning_madpipe.steps.reached_objects import attributes_of
 
 DEPTH = 4
 MOST_MEMBERS = 200
 MOST_FUNCTIONS = 200
+
+_RUNS_STEP = ContextVar("_RUNS_STEP", default=False)
 
 States = dict[str, Any]
 """The state of each generator, by its name."""
@@ -43,15 +52,16 @@ States = dict[str, Any]
 class Replayed(Rewindable):
     """An iterator that can be put back to where it was since :meth:`forget`."""
 
-    __slots__ = ("_items", "_iterator", "_num_forgotten")
+    __slots__ = ("__weakref__", "_items", "_iterator", "_name", "_num_forgotten", "_seed")
 
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self._iterator, self._items = iterator, deque[Any]()
+    def __init__(self, iterator: Iterator[Any], name: str) -> None:
+        self._iterator, self._items, self._name = iterator, deque[Any](), name
         self._num_forgotten = self.place = 0
+        self._seed = torch.initial_seed()
 
     def __next__(self) -> Any:
         while self.place - self._num_forgotten >= len(self._items):
-            self._items.append(next(self._iterator))
+            self._items.append(self._drawn())
         self.place += 1
         return self._items[self.place - 1 - self._num_forgotten]
 
@@ -60,11 +70,45 @@ class Replayed(Rewindable):
             raise AttributeError(name)
         return getattr(self._iterator, name)
 
+    def _drawn(self) -> Any:
+        """The next item. What a step draws with it from common generators goes by the item's number alone.
+
+        The first and the last stage draw it in runs that are seeded otherwise, and it is to be the same one.
+        """
+        if not _RUNS_STEP.get():
+            return next(self._iterator)
+        seed = (self._seed + 104729 * (self._num_forgotten + len(self._items))) % 2**32
+        back = random_state()
+        try:
+            random.seed(seed)
+            np.random.seed(seed)
+            torch.random.default_generator.manual_seed(seed)
+            before = _common_states()
+            item = next(self._iterator)
+            if _common_states() != before:
+                warn_once(
+                    f"draws/{self._name}",
+                    f"a step takes items from {self._name}, which draws from the common random generators for "
+                    "them, as a loader with shuffle=True does: these are other numbers than in one process. Give "
+                    "it a generator of its own, as by DataLoader(..., generator=torch.Generator().manual_seed(0))",
+                )
+            return item
+        finally:
+            back()
+
     def forget(self) -> None:
         """Forget the items that were given: they are not asked for again."""
         while self._items and self._num_forgotten < self.place:
             self._items.popleft()
             self._num_forgotten += 1
+
+
+_KEPT: WeakValueDictionary[int, Replayed] = WeakValueDictionary()
+
+
+def _replayed(iterator: Iterator[Any], name: str) -> Replayed:
+    """What gives the items of an iterator again, the same wherever that stands; it keeps it, and its identity."""
+    return _KEPT.setdefault(id(iterator), Replayed(iterator, name))
 
 
 def _state_of(source: Any) -> Any:
@@ -111,7 +155,11 @@ class OwnGenerators:
                     if forgets:
                         value.forget()
                 elif isinstance(value, Iterator) and name not in self._ignored and not isinstance(value, IOBase):
-                    vars(owner)[name] = Replayed(value)
+                    vars(owner)[name] = _replayed(value, f"self.{name}")
+        if forgets:
+            for source in self._found.values():
+                if isinstance(source, Replayed):
+                    source.forget()
 
     def left(self) -> States:
         """The states in which the steps of these batches have left the generators, but for those that stayed."""
@@ -162,9 +210,11 @@ class OwnGenerators:
         self._put_found(begun)
         self._at_call = {}
         common = {} if ended is None else _keys_of(COMMON)
+        running = _RUNS_STEP.set(True)
         try:
             yield
         finally:
+            _RUNS_STEP.reset(running)
             left = self._left[what] = self._states()
             if ended is not None:
                 ends = _keys_of({**found_in(self._module, self._ignored), **COMMON})
@@ -200,13 +250,17 @@ def key_of(state: Any) -> int:
     return zlib.crc32(state.numpy().tobytes() if isinstance(state, Tensor) else pickle.dumps(state))
 
 
+def _common_states() -> tuple[Any, ...]:
+    return key_of(random.getstate()), key_of(np.random.get_state()), key_of(torch.get_rng_state())
+
+
 def _keys_of(generators: Mapping[str, Any]) -> dict[str, int]:
     return {name: key_of(_state_of(generator)) for name, generator in generators.items()}
 
 
 def found_in(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, Any]:
     """The generators of a program's own that its steps may draw from, by name, in the same order on all ranks."""
-    search = _Search()
+    search = _Search(keeps_items=True)
     for path, owner in outside_pipeline(module):
         for name, value in vars(owner).items():
             if name not in ignored and not isinstance(value, nn.Module):
@@ -241,19 +295,34 @@ def states_for_hook(owner: Any, hook: str) -> Callable[[], list[int]]:
 
 
 class _Search:
-    def __init__(self) -> None:
+    """Looks for generators.
+
+    Args:
+        keeps_items: Let iterators that are found in tables, which the program fills, be able to give their items
+            again; such iterators are found, too.
+    """
+
+    def __init__(self, *, keeps_items: bool = False) -> None:
         self.found: dict[str, Any] = {}
+        self._keeps_items = keeps_items
         self._seen: set[int] = {id(torch.default_generator), *map(id, COMMON.values())}
         self._num_functions = 0
 
-    def look_at(self, value: Any, name: str, depth: int) -> None:
-        """Look for generators in a value."""
+    def look_at(self, value: Any, name: str, depth: int, holder: tuple[Any, Any] | None = None) -> None:
+        """Look for generators in a value.
+
+        Args:
+            holder: A table in which another value can be put into the place of this one, and its key there.
+        """
         if isinstance(value, bool | int | float | str | bytes | Tensor | None):
             return
+        if holder is not None and self._keeps_items and _gives_items(value):
+            table, key = holder
+            value = table[key] = _replayed(value, name)
         if isinstance(value, (*GENERATORS, Replayed)):
             if id(value) not in self._seen:
                 self._seen.add(id(value))
-                self.found[name] = value
+                self.found[name if name not in self.found else f"{name} {len(self.found)}"] = value
             return
         if not depth or id(value) in self._seen:
             return
@@ -264,7 +333,8 @@ class _Search:
             self._seen.add(id(value))
             members = value.items() if isinstance(value, dict) else enumerate(value)
             for key, child in list(members)[:MOST_MEMBERS]:
-                self.look_at(child, f"{name}[{key!r}]", depth - 1)
+                holds = not isinstance(value, tuple)
+                self.look_at(child, f"{name}[{key!r}]", depth - 1, (value, key) if holds else None)
         elif isinstance(value, FunctionType):
             self.read(value, None)
         else:
@@ -275,8 +345,9 @@ class _Search:
         if table is None:
             return
         self._seen.add(id(value))
+        is_followed = attributes_of(value) is not None
         for key, child in list(table.items())[:MOST_MEMBERS]:
-            self.look_at(child, f"{name}.{key}", depth - 1)
+            self.look_at(child, f"{name}.{key}", depth - 1, (table, key) if is_followed else None)
 
     def read(self, code: Any, kind: type | None) -> None:
         """Look for generators among the names that a function of the program reads, and in what it calls."""
@@ -285,20 +356,31 @@ class _Search:
             return
         self._seen.add(id(function))
         self._num_functions += 1
-        for place, default in enumerate(
-            (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        ):
-            self.look_at(default, f"default {place} of {function.__name__}()", 1)
+        is_programs = not is_installed(function.__module__)
+        defaults = Defaults(function)
+        for key, default in tuple(defaults.items()):
+            holder = (defaults, key) if is_programs else None
+            self.look_at(default, f"default {key} of {function.__name__}()", 1, holder)
         for name in names_read(function, kind):
             value = name.value
             if name.is_member and function_of(value) is not None:
                 self.read(value, kind)
             elif not isinstance(value, nn.Module | ModuleType):
-                self.look_at(value, name.written, DEPTH - 1)
+                self.look_at(value, name.written, DEPTH - 1, (name.table, name.key) if is_programs else None)
 
 
-def _attributes_of(value: Any) -> dict[str, Any] | None:
+def _gives_items(value: Any) -> bool:
+    """Whether this is an iterator whose place is not among its own attributes, which are followed."""
+    if isinstance(value, Replayed | IOBase | type) or not isinstance(value, Iterator):
+        return False
+    return attributes_of(value) is None
+
+
+def _attributes_of(value: Any) -> MutableMapping[str, Any] | None:
     """The attributes of an object of the program, also of one that can be called."""
+    followed = attributes_of(value)
+    if followed is not None and not isinstance(value, FunctionType):
+        return followed
     if isinstance(value, nn.Module | type | ModuleType) or not hasattr(value, "__dict__"):
         return None
     return None if type(value).__module__.partition(".")[0] in LIBRARIES else vars(value)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_madpipe.steps.serialization import packed, unpacked
+from lightning_madpipe.steps.serialization import PackedTensor, packed, unpacked
 
 Step = tuple[str, Any]
 """``("attribute", name)`` or ``("item", key)``: how to come from an object to a part of it."""
@@ -29,6 +29,59 @@ class Call(NamedTuple):
     def __str__(self) -> str:
         names = [f".{key}" if kind == "attribute" else f"[{key!r}]" for kind, key in self.path]
         return f"{'self' if self.logger is None else 'self.logger'}{''.join(names)}()"
+
+
+def merged(calls: Sequence[Sequence[Call]], sizes: Sequence[int]) -> list[Call] | None:
+    """The calls of a batch from those of its micro-batches: numbers are means by samples.
+
+    Args:
+        calls: Those of each micro-batch.
+        sizes: Its samples.
+
+    Returns:
+        None where micro-batches make other calls, or where something else than a number differs.
+    """
+    if len({tuple((call.logger, call.path) for call in each) for each in calls}) > 1:
+        return None
+    try:
+        return [
+            same[0]._replace(
+                arguments=_mean([call.arguments for call in same], sizes),
+                keywords=_mean([call.keywords for call in same], sizes),
+            )
+            for same in zip(*calls, strict=True)
+        ]
+    except _DiffersError:
+        return None
+
+
+class _DiffersError(Exception):
+    """Something that is no number differs between micro-batches."""
+
+
+def _mean(values: Sequence[Any], sizes: Sequence[int]) -> Any:
+    first = values[0]
+    if all(type(value) is type(first) and value == first for value in values):
+        return first
+    numbers = [_number_of(value) for value in values]
+    if all(number is not None for number in numbers):
+        return sum(number * size for number, size in zip(numbers, sizes, strict=True) if number) / sum(sizes)
+    if any(type(value) is not type(first) for value in values):
+        raise _DiffersError
+    if isinstance(first, dict) and all(value.keys() == first.keys() for value in values):
+        return {key: _mean([value[key] for value in values], sizes) for key in first}
+    if type(first) in (list, tuple) and all(len(value) == len(first) for value in values):
+        return type(first)(_mean(each, sizes) for each in zip(*values, strict=True))
+    raise _DiffersError
+
+
+def _number_of(value: Any) -> float | None:
+    """A number with a fraction, also in a tensor; a count of samples or a step has no mean."""
+    if isinstance(value, PackedTensor):
+        if not value.dtype.is_floating_point or torch.Size(value.shape).numel() != 1:
+            return None
+        value = unpacked(value, torch.device("cpu")).item()
+    return value if isinstance(value, float) else None
 
 
 def make(call: Call, module: Any, device: torch.device) -> None:

@@ -6,19 +6,19 @@ so that a hook finds them wherever it runs. Up to its call of the pipeline the s
 too, and some steps are rehearsed: what those runs leave behind is undone.
 
 Seen are numbers, strings, tensors, NumPy arrays, lists, tuples, dicts, sets, deques and dataclasses of them, in
-the attributes and buffers of the LightningModule and of its submodules outside the pipeline, and what its steps
-reach beside it (``beside_module.py``). Of any other object it is seen that an attribute names another one; that it
-changed is only noticed, to be said.
+the attributes and buffers of the LightningModule and of its submodules outside the pipeline, in objects that are
+reached from there (``reached_objects.py``), and what its steps reach beside it (``beside_module.py``). Of any
+other object it is seen that an attribute names another one; that it changed is only noticed, to be said.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, MutableMapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from operator import is_
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy
@@ -31,6 +31,7 @@ from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.generators import GENERATORS
 from lightning_madpipe.compat.elsewhere import HiddenTensors, StandIn
 from lightning_madpipe.module import outside_pipeline
+from lightning_madpipe.steps.reached_objects import ReachedObjects, attributes_of
 
 PLAIN = frozenset((bool, bytes, complex, float, int, str, NoneType))
 """Types whose values never change."""
@@ -39,11 +40,13 @@ PLAIN = frozenset((bool, bytes, complex, float, int, str, NoneType))
 class Place(NamedTuple):
     owner: str
     """The path of the submodule, empty for the LightningModule itself; or who it is beside the module."""
-    kind: Literal["attribute", "buffer", "beside"]
+    kind: Literal["attribute", "buffer", "beside", "object"]
+    """``object``: an attribute of an object that is reached from elsewhere, which has the name ``owner``."""
     name: str
 
     def __str__(self) -> str:
-        return ".".join(filter(None, ("" if self.kind == "beside" else "self", self.owner, self.name)))
+        is_named = self.kind in ("beside", "object")
+        return ".".join(filter(None, ("" if is_named else "self", self.owner, self.name)))
 
 
 class Beside(Protocol):
@@ -54,6 +57,9 @@ class Beside(Protocol):
 
     def table(self, owner: str) -> MutableMapping[str, Any]:
         """Where the values of an owner stand."""
+
+    def reached(self, attributes: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        """The objects of the program that steps reach, from attributes and from beside the module, by name."""
 
     def begin(self, *, undoable: bool) -> None:
         """Begin to look at all places before a step."""
@@ -128,25 +134,43 @@ class Leftovers:
         }
         self._hidden = set(self._hidden_places())
         self._opaque: list[tuple[Any, list[Any]]] = []
-        self._note_opaque(memo, lambda _: True)
         if beside is not None:
-            self._look_beside(beside, undoable)
+            beside.begin(undoable=undoable)
+        self.objects: Mapping[str, Any] = reached_objects(module, self.ignored, beside)
+        """The objects that are looked into, by name."""
+        self._known = set(map(id, self.objects.values()))
+        self._note_opaque(memo, lambda _: True)
+        self._look_beside(beside, undoable, may_be_undone)
 
-    def _look_beside(self, beside: Beside, undoable: bool) -> None:
-        beside.begin(undoable=undoable)
-        for place, value in beside.places():
+    def _look_beside(self, beside: Beside | None, undoable: bool, may_be_undone: bool) -> None:
+        """Look at what is beside the module, and at the attributes of objects."""
+        for place, value in (*(() if beside is None else beside.places()), *self._object_places()):
             within: dict[int, Seen] = {}
-            kind = beside.look(place, value)
+            kind = "whole" if beside is None else beside.look(place, value)
             copies = undoable and kind == "whole"
             if kind in ("checksum", "identity"):
                 self._before[place] = Seen(value, mark=_mark(value, kind == "checksum"))
             else:
-                self._before[place] = look(value, copies, within)
-            self._note_opaque(within, lambda value: isinstance(value, nn.Module) or beside.is_of_program(value))
+                copied = copies or (may_be_undone and kind == "whole")
+                self._before[place] = look(value, copies, within, copied=copied)
+            self._note_opaque(
+                within,
+                lambda value: isinstance(value, nn.Module) or beside is None or beside.is_of_program(value),
+            )
+
+    def _object_places(self) -> Iterator[tuple[Place, Any]]:
+        for name, value in self.objects.items():
+            for key, attribute in (attributes_of(value) or {}).items():
+                if isinstance(key, str) and not isinstance(attribute, nn.Module):
+                    yield Place(name, "object", key), attribute
 
     def _note_opaque(self, memo: dict[int, Seen], is_wanted: Callable[[Any], bool]) -> None:
         """Note what is held by objects that are neither sent nor undone, to say that a step changes one."""
-        found = [seen.value for seen in memo.values() if _is_opaque(seen.value) and is_wanted(seen.value)]
+        found = [
+            seen.value
+            for seen in memo.values()
+            if id(seen.value) not in self._known and _is_opaque(seen.value) and is_wanted(seen.value)
+        ]
         if any(isinstance(value, nn.Module) for value in found):
             # One that is an attribute, too, is looked into as one, or is a layer.
             own = set(map(id, self._module.modules()))
@@ -164,6 +188,7 @@ class Leftovers:
         now = {place: value for place, value in self._places() if place not in hidden}
         if self._beside is not None:
             now.update(self._beside.places())
+        now.update(self._object_places())
         gone = [Change(place, "delete") for place in self._before if place not in now and place not in hidden]
         if is_looked_at is not None:
             gone = [change for change in gone if is_looked_at(change.place, None)]
@@ -171,7 +196,7 @@ class Leftovers:
         differences = (_difference(place, self._before.get(place), value) for place, value in now.items())
         found = gone + [change for change in differences if change is not None]
         for place in {change.place for change in found}:
-            if place.kind == "beside" and self._beside is not None:
+            if place.kind in ("beside", "object") and self._beside is not None:
                 self._beside.note_change(place)
         return found
 
@@ -194,10 +219,10 @@ class Leftovers:
             is_wanted: Which changes to undo; left out: all.
         """
         for change in filter(is_wanted, self.changes()):
-            table = _table(self._module, change.place, self._beside)
+            table = _table(self._module, change.place, self._beside, self.objects)
             if change.place in self._before:
                 seen = self._before[change.place]
-                if change.place.kind == "beside" and change.kind == "refill" and seen.contents is None:
+                if change.place.kind in ("beside", "object") and change.kind == "refill" and seen.contents is None:
                     warn_once(
                         f"beside/{change.place}",
                         f"a step changes {change.place} in place, which is large and beside its module, and what "
@@ -224,12 +249,43 @@ class Leftovers:
                 yield from (Place(path, "buffer", name) for name in owner._buffers.hidden)
 
 
-def make_changes(module: nn.Module, changes: list[Change], beside: Beside | None = None) -> None:
-    """Make the changes that another rank's step made, but for buffers that only layers of that rank use."""
+def reached_objects(module: nn.Module, ignored: Collection[str], beside: Beside | None) -> dict[str, Any]:
+    """The objects of the program that steps reach, by names that are the same on all ranks.
+
+    Args:
+        ignored: Attributes of the module that are not the user's.
+        beside: What steps may change beside the module; None: only its attributes are looked through.
+    """
+    roots = [
+        (".".join(filter(None, ("self", path, name))), value)
+        for path, owner in outside_pipeline(module)
+        for name, value in vars(owner).items()
+        if name not in ignored and type(value) not in PLAIN and not isinstance(value, nn.Module)
+    ]
+    return ReachedObjects(roots, apart=[id(module)]).by_name if beside is None else beside.reached(roots)
+
+
+def make_changes(
+    module: nn.Module,
+    changes: list[Change],
+    beside: Beside | None = None,
+    objects: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Make the changes that another rank's step made, but for buffers that only layers of that rank use.
+
+    Args:
+        objects: The objects that steps reach, as they were named before the step.
+    """
     extended: set[int] = set()
     with torch.no_grad():
         for place, kind, value in changes:
-            table = _table(module, place, beside)
+            if place.kind == "object" and place.owner not in objects:
+                warn_once(
+                    f"absent/{place}",
+                    f"a step changes {place}, and this rank has no {place.owner}: ranks keep what they have",
+                )
+                continue
+            table = _table(module, place, beside, objects)
             if isinstance(table, HiddenTensors) and place.name in table.hidden:
                 continue
             before = table.get(place.name)
@@ -245,7 +301,13 @@ def make_changes(module: nn.Module, changes: list[Change], beside: Beside | None
                 table[place.name] = value
 
 
-def _table(module: nn.Module, place: Place, beside: Beside | None) -> MutableMapping[str, Any]:
+def _table(
+    module: nn.Module, place: Place, beside: Beside | None, objects: Mapping[str, Any]
+) -> MutableMapping[str, Any]:
+    if place.kind == "object":
+        table = attributes_of(objects[place.owner])
+        assert table is not None, "what is reached has some"
+        return table
     if place.kind == "beside":
         assert beside is not None, "what is beside the module is found by it"
         return beside.table(place.owner)
@@ -291,8 +353,8 @@ def _mark(value: Any, is_array: bool) -> int | None:
 
 def _fields(value: Any) -> dict[Any, Any] | None:
     """The values in a dict or a dataclass, by name; None for anything else."""
-    if isinstance(value, dict):
-        return value
+    if isinstance(value, dict):  # one that is asked otherwise may fill itself by that
+        return value if type(value).__iter__ in (dict.__iter__, OrderedDict.__iter__) else None
     is_record = is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__")
     return vars(value) if is_record else None
 
@@ -396,8 +458,7 @@ def restore(seen: Seen, visited: set[int]) -> None:
     if isinstance(contents, dict):
         table = _fields(value)
         assert table is not None, "what was seen by its fields has some"
-        table.clear()
-        table.update(contents)
+        _fill(table, contents)
     elif not isinstance(value, tuple):
         _refilled(value, contents)
 
@@ -420,8 +481,14 @@ def _refilled(old: Any, new: Any) -> bool:
         old.clear()
         old.extend(new)
     elif isinstance(old, set | dict):
-        old.clear()
-        old.update(new)
+        _fill(old, new)
     else:
         return False
     return True
+
+
+def _fill(old: Any, new: Any) -> None:
+    """Give a dict or a set new contents, also where its class has an ``update`` of its own, as meters have."""
+    kind: Any = next(kind for kind in (OrderedDict, dict, set) if isinstance(old, kind))
+    kind.clear(old)
+    kind.update(old, new)

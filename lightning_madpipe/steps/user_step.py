@@ -49,7 +49,7 @@ from lightning_madpipe.steps.other_weights import loss_depends_on_weights, other
 from lightning_madpipe.steps.own_generators import OwnGenerators
 from lightning_madpipe.steps.step_results import names_of_numbers
 from lightning_madpipe.steps.step_runs import StepRuns
-from lightning_madpipe.steps.step_side_effects import Leftovers, Place
+from lightning_madpipe.steps.step_side_effects import Leftovers, Place, reached_objects
 from lightning_madpipe.steps.what_layers_set import LayerTraces
 
 SKIPPING = (
@@ -155,8 +155,12 @@ class UserSteps:
             self._ignored,
             undoable=undoable,
             may_be_undone=may_be_undone,
-            beside=self.beside if self._is_cut else None,
+            beside=self.beside,
         )
+
+    def reached_objects(self) -> dict[str, Any]:
+        """The objects of the program that steps reach, by names that are the same on all ranks."""
+        return reached_objects(self._module, frozenset(self._ignored), self.beside)
 
     def attributes(self) -> Attributes:
         """What of the module may change its loss, as it is now."""
@@ -165,14 +169,16 @@ class UserSteps:
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
         """Steps that run meanwhile leave nothing behind."""
-        before, rehearsed_already = self.leftovers(undoable=True), self.rehearsing
-        self.rehearsing = True
+        rehearsed_already, self.rehearsing = self.rehearsing, True
         try:
             with self.draws.rehearsal():
-                yield
+                before = self.leftovers(undoable=True)  # with iterators that can be put back
+                try:
+                    yield
+                finally:
+                    before.undo()
         finally:
             self.rehearsing = rehearsed_already
-            before.undo()
 
     def inputs(
         self, micro_batch: MicroBatch, *, is_last_stage: bool = True, on_all_ranks: bool = False

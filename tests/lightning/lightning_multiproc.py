@@ -43,6 +43,7 @@ from tests.lightning import (  # noqa: E402
     loss_cases,
     map_cases,
     naming_cases,
+    object_cases,
     step_cases,
 )
 from tests.lightning import lightning_cases as cases  # noqa: E402
@@ -372,7 +373,7 @@ KINDS: dict[str, list[Any]] = {
     "steps": [step_cases, gradient_cases],
     "losses": [loss_cases],
     "callbacks": [callback_cases, kept_weights_cases],
-    "names": [naming_cases, hook_cases, beside_cases, call_state_cases],
+    "names": [naming_cases, hook_cases, beside_cases, object_cases, call_state_cases],
     "after": [after_fit_cases],
     "captured": [captured_cases],
 }

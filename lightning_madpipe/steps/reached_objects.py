@@ -1,0 +1,178 @@
+"""Objects of a program's own that its steps reach, such as a meter, and the tables of their attributes.
+
+They are looked for in attributes of modules, in globals and in other objects, also in lists, tuples, dicts and
+deques, behind bound methods and ``functools.partial``. Classes of torch, of the hosts and of Python itself are
+left out, but for those that only hold attributes (``SimpleNamespace``). Functions count for the attributes that
+are set on them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import UserDict, UserList, deque
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from dataclasses import is_dataclass
+from functools import cache, partial
+from io import IOBase
+from itertools import islice
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType, NoneType, SimpleNamespace
+from typing import Any
+
+import numpy
+from torch import Tensor, nn
+
+from deepspeed_partition.code_names import LIBRARIES, attribute_of, is_librarys, module_of
+from deepspeed_partition.generators import GENERATORS
+
+MOST_OBJECTS = 300
+MOST_MEMBERS = 200
+"""Items of a container up to which objects are looked for in it, the first ones."""
+MOST_VISITED = 3000
+"""Containers and objects that are looked through for objects."""
+_PLAIN = frozenset((bool, bytes, complex, float, int, str, NoneType))
+_HOLDERS = (SimpleNamespace, UserDict, UserList)
+_OTHERS = (type, ModuleType, nn.Module, Tensor, numpy.ndarray, IOBase, *GENERATORS)
+_OF_HEAP = 1 << 9
+"""A flag of classes that code in Python has made."""
+
+
+class ReachedObjects:
+    """The objects that are reached from some values.
+
+    Args:
+        roots: Values with their names, which are to be the same on all ranks.
+        apart: Identities of objects that are followed elsewhere.
+        note_code: Is given each class of an object, and each function.
+    """
+
+    def __init__(
+        self,
+        roots: Iterable[tuple[str, Any]],
+        apart: Iterable[int] = (),
+        note_code: Callable[[Any], None] = lambda _: None,
+    ) -> None:
+        self.by_name: dict[str, Any] = {}
+        self.left_out: str | None = None
+        """The name of the first value that was not looked at, because there are so many."""
+        self._seen, self._note_code = set(apart), note_code
+        todo = deque((name, value) for name, value in roots if type(value) not in _PLAIN)
+        num_visited = 0
+        while todo:  # the nearest ones first
+            name, value = todo.popleft()
+            if id(value) in self._seen:
+                continue
+            if len(self.by_name) >= MOST_OBJECTS or num_visited >= MOST_VISITED:
+                self.left_out = name
+                break
+            children = self._children(name, value)
+            if children is not None:
+                num_visited += 1
+                self._seen.add(id(value))
+                todo.extend(child for child in children if type(child[1]) not in _PLAIN)
+
+    def _children(self, name: str, value: Any) -> Iterable[tuple[str, Any]] | None:
+        """What is in a value, by name; None where there is nothing to look for."""
+        if isinstance(value, _OTHERS):
+            return None
+        found: list[tuple[str, Any]] = []
+        if isinstance(value, dict):
+            members = islice(dict.items(value), MOST_MEMBERS)
+            # Other keys may be written otherwise on another rank.
+            found += [
+                (f"{name}[{key!r}]" if type(key) in _PLAIN else f"{name}[key {place}]", child)
+                for place, (key, child) in enumerate(members)
+            ]
+        elif isinstance(value, list | tuple | deque):
+            found += [(f"{name}[{place}]", child) for place, child in enumerate(islice(value, MOST_MEMBERS))]
+        elif isinstance(value, MethodType):
+            return [(f"{name}.__self__", value.__self__)]
+        elif isinstance(value, partial):
+            return [(f"{name}.{key}", getattr(value, key)) for key in ("func", "args", "keywords")]
+        table = attributes_of(value)
+        if table is None:
+            return found or None
+        if not _is_record(value):
+            self.by_name[name] = value
+            self._note_code(value if isinstance(value, FunctionType) else type(value))
+        return [*found, *((f"{name}.{key}", child) for key, child in table.items())]
+
+
+def attributes_of(value: Any) -> MutableMapping[str, Any] | None:
+    """The attributes of an object or a function of the program, in its dict and slots; None of anything else."""
+    kind: Any = type(value)
+    if isinstance(value, FunctionType):
+        return None if is_librarys(value) else vars(value)
+    if isinstance(value, _OTHERS) or not _is_followed(kind):
+        return None
+    slots, table = _slots_of(kind), attribute_of(value, "__dict__")
+    if slots:
+        return _Slots(value, slots, table if isinstance(table, dict) else None)
+    return table if isinstance(table, dict) else None
+
+
+def _is_record(value: Any) -> bool:
+    """Whether this is a dataclass with a dict, which is looked into like one wherever it stands."""
+    return is_dataclass(value) and isinstance(attribute_of(value, "__dict__"), dict)
+
+
+@cache
+def _is_followed(kind: type) -> bool:
+    package = module_of(kind).partition(".")[0]
+    if not package or package in sys.stdlib_module_names:  # whose objects are shared by all code: loggers, locks
+        return kind in _HOLDERS
+    return package not in (*LIBRARIES, "numpy", "torchmetrics", "torchvision")
+
+
+@cache
+def _slots_of(kind: type) -> dict[str, MemberDescriptorType]:
+    return {
+        name: member
+        for base in reversed(kind.__mro__)
+        if base.__flags__ & _OF_HEAP
+        for name, member in vars(base).items()
+        if isinstance(member, MemberDescriptorType)
+    }
+
+
+class _Slots(MutableMapping[str, Any]):
+    """The attributes of an object with ``__slots__``, and of its dict where it has one."""
+
+    def __init__(self, value: Any, slots: dict[str, Any], table: dict[str, Any] | None) -> None:
+        self._value, self._slots, self._table = value, slots, {} if table is None else table
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._slots:
+            return self._table[name]
+        try:
+            return self._slots[name].__get__(self._value)
+        except AttributeError:  # one that is not set
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self._slots:
+            self._slots[name].__set__(self._value, value)
+        else:
+            self._table[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        if name in self._slots:
+            self._slots[name].__delete__(self._value)
+        else:
+            del self._table[name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (name for name in self._slots if name in self)
+        yield from self._table
+
+    def __contains__(self, name: object) -> bool:
+        member = self._slots.get(name) if isinstance(name, str) else None
+        if member is None:
+            return name in self._table
+        try:
+            member.__get__(self._value)
+        except AttributeError:
+            return False
+        return True
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

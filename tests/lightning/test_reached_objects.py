@@ -1,0 +1,191 @@
+"""What steps keep in objects of a program: found, undone, and made elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import random
+from collections import Counter, UserDict, deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from lightning_madpipe.steps.own_generators import OwnGenerators
+from lightning_madpipe.steps.reached_objects import MOST_OBJECTS, ReachedObjects
+from lightning_madpipe.steps.recorded_calls import Call, merged
+from lightning_madpipe.steps.serialization import packed, unpacked
+from lightning_madpipe.steps.step_side_effects import Leftovers, make_changes, reached_objects
+
+
+class Base:
+    __slots__ = ("total",)
+
+
+class Kept(Base):
+    __slots__ = ("__dict__", "late", "recent")
+
+    def __init__(self) -> None:
+        self.total, self.recent = 0, deque([1.0], maxlen=2)
+        self.counts, self.array, self.rows = Counter("aab"), numpy.zeros(3), torch.zeros(2)
+
+    def __call__(self) -> float:
+        self.total += 1
+        return self.total
+
+
+class Numbers(dict):  # type: ignore[type-arg]
+    """A meter that is a dict, and whose ``update`` is another one."""
+
+    def update(self, name: str, value: float) -> None:  # type: ignore[override]
+        self[name] = self.get(name, 0.0) + value
+
+
+def stepped() -> None:
+    stepped.calls = getattr(stepped, "calls", 0) + 1  # type: ignore[attr-defined]
+
+
+class Module(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept, self.inner = Kept(), {"all": [Kept()]}
+        self.call, self.part = Kept().__call__, partial(Kept())
+        self.numbers, self.space, self.user = Numbers(a=1.0), SimpleNamespace(n=0), UserDict(a=1)
+        self.random, self.stepped = random.Random(0), stepped
+        self.owner = SimpleNamespace(module=self)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "number": lambda it: it.kept(),
+    "slot that was not set": lambda it: setattr(it.kept, "late", 1),
+    "deque": lambda it: it.kept.recent.extend([2.0, 3.0]),
+    "counter": lambda it: it.kept.counts.update("b"),
+    "array": lambda it: it.kept.array.__setitem__(0, 5),
+    "tensor": lambda it: it.kept.rows.add_(1),
+    "new attribute": lambda it: setattr(it.kept, "other", [1]),
+    "in a container": lambda it: it.inner["all"][0](),
+    "behind a method": lambda it: it.call(),
+    "behind a partial": lambda it: it.part(),
+    "dict with an update of its own": lambda it: it.numbers.update("a", 2.0),
+    "namespace": lambda it: setattr(it.space, "n", 1),
+    "user's dict": lambda it: it.user.update(a=2),
+    "function": lambda it: it.stepped(),
+}
+
+
+def state(it: Any) -> str:
+    kept = [it.kept, it.inner["all"][0], it.call.__self__, it.part.func]
+    shown = [
+        [one.total, one.recent, one.counts, one.array.tolist(), one.rows.tolist(), vars(one).get("other")]
+        for one in kept
+    ]
+    late = [getattr(one, "late", None) for one in kept]
+    return repr([shown, late, dict(it.numbers), it.space, dict(it.user), vars(stepped)])
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_step_does_to_an_object_is_undone_or_done_elsewhere(name: str) -> None:
+    """A schedule in an object advanced in trials of the step, and on the last stage alone."""
+    vars(stepped).clear()
+    here, there = Module(), Module()
+    first, ignored = state(here), vars(pl.LightningModule())
+    before = Leftovers(here, ignored, undoable=True)
+    assert before.changes() == []
+    CHANGES[name](here)
+    changes, after = before.changes(), state(here)
+    assert len(changes) == 1 and after != first
+    parcel = pickle.dumps(packed(changes))
+    before.undo()
+    assert state(here) == first
+    sent = unpacked(pickle.loads(parcel), torch.device("cpu"))
+    make_changes(there, sent, objects=reached_objects(there, ignored, None))
+    assert state(there) == after
+
+
+def test_an_object_of_which_there_are_too_many_is_named() -> None:
+    found = ReachedObjects([("them", [Kept() for _ in range(150)]), ("more", [Kept() for _ in range(200)])])
+    assert len(found.by_name) == MOST_OBJECTS and found.left_out is not None
+    assert found.left_out.startswith("more[")
+
+
+def schedule() -> Iterator[int]:
+    yield from itertools.count()
+
+
+SCHEDULE = COUNT = iter(())
+
+
+def default(_numbers: Iterator[int] = itertools.count()) -> int:  # noqa: B008
+    return next(_numbers)
+
+
+class Scheduled(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.kept = nn.Linear(2, 2), SimpleNamespace(it=itertools.cycle((1, 2, 3)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return next(SCHEDULE), next(COUNT), next(self.kept.it), default()
+
+
+def test_iterators_in_globals_objects_and_defaults_give_each_run_of_a_step_the_same() -> None:
+    """A generator in a global was advanced by each trial of the step and for each micro-batch."""
+    global SCHEDULE, COUNT
+    SCHEDULE = COUNT = schedule()  # type: ignore[assignment]
+    module = Scheduled()
+    draws = OwnGenerators(module, vars(pl.LightningModule()), ValueError)
+    with draws.rehearsal():
+        assert module.training_step(None, 0) == (0, 1, 1, 0)
+    for batch in range(3):
+        draws.begin()
+        for _ in range(2):
+            with draws.of_step("all", batch, None):
+                given = module.training_step(None, 0)
+            assert given == (2 * batch, 2 * batch + 1, batch + 1, batch)
+        draws.put(draws.left())
+    assert next(SCHEDULE) == 6
+
+
+class Loading(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = iter(lambda: torch.rand(()).item(), None)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return next(self.others)
+
+
+def test_an_iterator_that_draws_gives_the_first_and_the_last_stage_the_same(caplog: Any) -> None:
+    """Each stage drew with the seed of its own run of the step: inputs got one item, the loss another."""
+    given = []
+    for seed in (1, 2):
+        torch.manual_seed(0)
+        module = Loading()
+        draws = OwnGenerators(module, vars(pl.LightningModule()), ValueError)
+        draws.begin()
+        with draws.of_step("all", 0, None):
+            torch.manual_seed(seed)
+            given.append(module.training_step(None, 0))
+    assert given[0] == given[1]
+    assert "draws from the common random generators" in caplog.text
+
+
+def test_the_calls_of_micro_batches_are_merged_where_only_numbers_differ() -> None:
+    path = (("attribute", "log_metrics"),)
+
+    def calls(value: Any) -> list[Call]:
+        return [Call(0, path, packed(({"loss": value, "n": 2},)), {"step": 3})]
+
+    [call] = merged([calls(1.0), calls(4.0)], [2, 1]) or []
+    assert call == Call(0, path, ({"loss": 2.0, "n": 2},), {"step": 3})
+    [call] = merged([calls(torch.tensor(1.0)), calls(torch.tensor(4.0))], [1, 1]) or []
+    assert call.arguments == ({"loss": 2.5, "n": 2},)
+    assert merged([calls(1), calls(2)], [1, 1]) is None
+    assert merged([calls("a"), calls("b")], [1, 1]) is None
+    assert merged([calls(1.0), []], [1, 1]) is None
