@@ -14,6 +14,7 @@ from lightning_madpipe.finding.captured_call import CapturedCall, OtherCallError
 from lightning_madpipe.finding.captured_calls import CapturedCalls
 from lightning_madpipe.finding.step_call import replaced
 from lightning_madpipe.steps.batch_runs import as_tuple
+from lightning_madpipe.steps.tensor_comparison import has_gradient
 
 
 class LayersCall:
@@ -150,7 +151,7 @@ class LayersCall:
                 )
 
         cut = [
-            _CutOff.apply(refuse, tensor, *asked) if tensor.is_floating_point() else tensor
+            _CutOff.apply(refuse, tensor, *asked) if has_gradient(tensor) else tensor
             for tensor in as_tuple(outputs)
         ]
         return tuple(cut) if isinstance(outputs, tuple) else cut[0]

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from lightning_madpipe.steps.batches import named_tensors_of
 from lightning_madpipe.steps.logged_sizes import LogKey
+from lightning_madpipe.steps.tensor_comparison import as_real
 
 Weight = tuple[Hashable, ...]
 Vector = NDArray[numpy.float64]
@@ -129,7 +130,7 @@ def factors_of(
     factors, residual, norm = [], 0.0, 0.0
     for piece, wanted in zip(pieces, cut, strict=True):
         both = [
-            (theirs.detach().double().flatten(), own.detach().double().flatten())
+            (as_real(theirs.detach()).double().flatten(), as_real(own.detach()).double().flatten())
             for theirs, own in zip(wanted, piece.gradients, strict=True)
             if theirs is not None and own is not None
         ]

@@ -8,6 +8,16 @@ import torch
 from torch import Tensor
 
 
+def has_gradient(tensor: Tensor) -> bool:
+    """Whether autograd may give a tensor of this type a gradient."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """A complex tensor as its real and imaginary parts, and any other one itself."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def directions_for(outputs: Sequence[Tensor]) -> list[Tensor]:
     """A gradient for each tensor, drawn at random, always alike."""
     generator = torch.Generator().manual_seed(0)
@@ -69,6 +79,7 @@ def close(left: Tensor, right: Tensor, least: float = 0.0) -> bool:
     """Whether tensors are equal but for rounding, in proportion to the largest value, or to ``least``."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
+    left, right = as_real(left), as_real(right)
     if not left.is_floating_point():
         return equal(left, right)
     if left.numel() == 0 or equal(left, right):
@@ -98,5 +109,6 @@ def gap_in_words(left: Tensor, right: Tensor) -> str:
         return f"of shape {tuple(right.shape)}, and by the list {tuple(left.shape)}"
     if left.dtype != right.dtype:
         return f"{right.dtype}, and by the list {left.dtype}"
+    left, right = as_real(left), as_real(right)
     most = (left.double() - right.double()).abs().max()
     return f"by {float(most):.3g} at most, of values up to {float(right.double().abs().max()):.3g}"

@@ -50,6 +50,7 @@ from lightning_madpipe.steps.own_generators import OwnGenerators
 from lightning_madpipe.steps.step_results import names_of_numbers
 from lightning_madpipe.steps.step_runs import StepRuns
 from lightning_madpipe.steps.step_side_effects import Leftovers, Place, reached_objects
+from lightning_madpipe.steps.tensor_comparison import as_real, has_gradient
 from lightning_madpipe.steps.what_layers_set import LayerTraces
 
 SKIPPING = (
@@ -467,7 +468,7 @@ class UserSteps:
         """
         # Copies, for a step may change them in place, and others are tried on the same outputs.
         copies = (tensor.detach().clone() for tensor in outputs)
-        leaves = tuple(copy.requires_grad_() if copy.is_floating_point() else copy for copy in copies)
+        leaves = tuple(copy.requires_grad_() if has_gradient(copy) else copy for copy in copies)
         with torch.enable_grad():
             given = writable(leaves)
         ends = _graph_of(given)
@@ -619,8 +620,8 @@ class UserSteps:
 
 def _nothing_of(outputs: Any) -> Tensor:
     """A loss of 0 that depends on ``outputs``."""
-    floating = [t for t in as_tuple(outputs) if isinstance(t, Tensor) and t.is_floating_point()]
-    return torch.stack([t.sum() * 0.0 for t in floating]).sum() if floating else torch.zeros(())
+    floating = [t for t in as_tuple(outputs) if isinstance(t, Tensor) and has_gradient(t)]
+    return torch.stack([as_real(t).sum() * 0.0 for t in floating]).sum() if floating else torch.zeros(())
 
 
 def _now(device: torch.device) -> float:

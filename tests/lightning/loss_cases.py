@@ -173,6 +173,30 @@ class Summed(Layers):
         return F.cross_entropy(self(x), y, reduction="sum") / 16
 
 
+class InPairs(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_complex(super().forward(x).unflatten(1, (-1, 2)))
+
+
+class Complex(Layers):
+    """The layers return complex numbers. It was refused: "it returns no loss"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = InPairs(cases.WIDTH, 2 * cases.NUM_CLASSES)
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x).abs(), y)
+
+
+class ComplexRoots(Complex):
+    """A loss of all outputs of a batch, which are complex."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        return super().loss_of(batch).sqrt()
+
+
 class Divided(Layers):
     """A mean by hand."""
 
@@ -673,6 +697,8 @@ def losses(host: Host) -> dict[str, Any]:
         "other class weights": lambda: fitted(host, Reweighted, labelled(54)),
         "contrastive": lambda: fitted(host, Contrastive, labelled(54), labelled(21, 3)),
         "summed": lambda: fitted(host, Summed, labelled(54), labelled(21, 3)),
+        "complex": lambda: fitted(host, Complex, labelled(54), labelled(21, 3)),
+        "complex, of a batch": lambda: fitted(host, ComplexRoots, labelled(54)),
         "divided": lambda: fitted(host, Divided, labelled(54), labelled(21, 3)),
         "statistics": lambda: fitted(host, Statistics, labelled(54), labelled(22, 3)),
         "time first": lambda: fitted(host, TimeFirst, texts(54), texts(22, seed=2)),

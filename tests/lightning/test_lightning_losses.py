@@ -48,6 +48,8 @@ FOUND: dict[str, tuple[bool, list[Any]]] = {
     "other class weights": (True, ["samples"]),
     "contrastive": (True, ["samples"]),
     "summed": (False, ["sum"]),
+    "complex": (False, ["samples"]),
+    "complex, of a batch": (True, ["samples"]),
     "divided": (False, ["samples"]),
     "statistics": (True, ["samples"]),
     "time first": (True, ["samples"]),
