@@ -112,3 +112,11 @@ def gap_in_words(left: Tensor, right: Tensor) -> str:
     left, right = as_real(left), as_real(right)
     most = (left.double() - right.double()).abs().max()
     return f"by {float(most):.3g} at most, of values up to {float(right.double().abs().max()):.3g}"
+
+
+def first_gap_in_words(left: Sequence[Tensor], right: Sequence[Tensor]) -> str | None:
+    """How far the list's first tensor that differs is from that of ``forward``; None where all are close."""
+    if len(left) != len(right):
+        return f"{len(right)} tensors, and by the list {len(left)}"
+    apart = (gap_in_words(own, other) for own, other in zip(left, right, strict=True) if not close(own, other))
+    return next(apart, None)
