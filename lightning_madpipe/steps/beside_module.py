@@ -147,7 +147,8 @@ class BesideModule:
 
         if self._sees_environment:
             yield from ((Place(ENVIRONMENT, "beside", key), value) for key, value in sorted(os.environ.items()))
-        attributes = vars(self._module.trainer) if self._of_trainer else {}
+        trainer = getattr(self._module, "_trainer", None)
+        attributes = vars(trainer) if self._of_trainer and trainer is not None else {}
         for key in sorted(self._of_trainer & attributes.keys()):
             if _is_data(attributes[key]):
                 yield Place(TRAINER, "beside", key), attributes[key]
@@ -216,7 +217,9 @@ class BesideModule:
         return (module or "").partition(".")[0] == self._package or not is_installed(module)
 
     def _found_owners(self) -> dict[str, Any]:
-        trainer = self._module.trainer
+        trainer = getattr(self._module, "_trainer", None)
+        if trainer is None:  # a step that runs by itself
+            return {}
         named = {name: owner for name, owner in named_owners(self._module).items() if owner is not self._module}
         if trainer.datamodule is not None:
             named["the data module"] = trainer.datamodule
