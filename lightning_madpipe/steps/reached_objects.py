@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from deepspeed_partition.code_names import LIBRARIES, attribute_of, is_librarys, module_of
 from deepspeed_partition.generators import GENERATORS
@@ -31,7 +32,10 @@ MOST_VISITED = 3000
 """Containers and objects that are looked through for objects."""
 _PLAIN = frozenset((bool, bytes, complex, float, int, str, NoneType))
 _HOLDERS = (SimpleNamespace, UserDict, UserList)
-_OTHERS = (type, ModuleType, nn.Module, Tensor, numpy.ndarray, IOBase, *GENERATORS)
+_OTHERS = (
+    type, ModuleType, nn.Module, Tensor, numpy.ndarray, IOBase, Dataset, Sampler, DataLoader, *GENERATORS
+)  # fmt: skip
+"""What is no object of a step: loading, which goes on beside it on each rank, changes data and their order."""
 _OF_HEAP = 1 << 9
 """A flag of classes that code in Python has made."""
 
