@@ -10,7 +10,7 @@ import sysconfig
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import cache
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -23,6 +23,8 @@ LIBRARIES = (
 PACKAGES = frozenset(("site-packages", "dist-packages"))
 """How folders are called that packages are installed in."""
 MOST_FUNCTIONS = 200
+_OF_HEAP = 1 << 9
+"""A flag of classes that code in Python has made."""
 STEPS = ("training_step", "validation_step", "test_step", "predict_step", "forward")
 
 
@@ -109,6 +111,18 @@ def module_of(kind: type) -> str:
     """The name of the module of a class; classes that Cython makes for its functions have a descriptor there."""
     name = getattr(kind, "__module__", None)
     return name if isinstance(name, str) else ""
+
+
+@cache
+def slots_of(kind: type) -> dict[str, MemberDescriptorType]:
+    """The slots of the classes of Python that a class is made of, by name, each with what reads and writes it."""
+    return {
+        name: member
+        for base in reversed(kind.__mro__)
+        if base.__flags__ & _OF_HEAP
+        for name, member in vars(base).items()
+        if isinstance(member, MemberDescriptorType)
+    }
 
 
 def is_librarys(value: Any) -> bool:

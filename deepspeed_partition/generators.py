@@ -94,5 +94,5 @@ def members_of(value: Any) -> dict[str, Any] | None:
     if isinstance(value, nn.Module | type | torch.Tensor) or callable(value) or not hasattr(value, "__dict__"):
         return None
     table = vars(value)
-    of_library = kind.__module__.partition(".")[0] in _LIBRARIES
+    of_library = str(kind.__module__).partition(".")[0] in _LIBRARIES
     return None if of_library or not isinstance(table, dict) or len(table) > _MOST_MEMBERS else table

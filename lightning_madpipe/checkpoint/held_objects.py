@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from deepspeed_partition.code_names import LIBRARIES, CodeSearch, is_installed, is_librarys
+from deepspeed_partition.code_names import LIBRARIES, CodeSearch, is_installed, is_librarys, module_of, slots_of
 from deepspeed_partition.engine.runtime.environment import warn_once
 from lightning_madpipe.module import outside_pipeline
 
@@ -136,9 +137,7 @@ def inside(value: Any) -> Mapping[Any, Any]:
         return {} if is_ours else {"function": value.func, "args": value.args, "keywords": value.keywords}
     if isinstance(value, Optimizer):
         return {"state": value.state}
-    # Of a class that Cython made it may be no text, as those of a kernel's sockets.
-    own = str(type(value).__module__).partition(".")[0] not in LIBRARIES
-    if not own or isinstance(value, type | Tensor):
+    if module_of(type(value)).partition(".")[0] in LIBRARIES or isinstance(value, type | Tensor):
         return {}
     held = _attributes(value)
     return (
@@ -160,27 +159,16 @@ def _makes_its_items(value: Any) -> bool:
 
 def _attributes(value: Any) -> dict[str, Any]:
     """Return the attributes that an object has, without code of its class, which may make some or raise."""
-    slots = {name for kind in type(value).__mro__ for name in _slots_of(kind)}
-    held = {name: _held_as(value, name) for name in slots}
-    own = _held_as(value, "__dict__")
-    return {
-        **{name: each for name, each in held.items() if each is not None},
-        **(own if type(own) is dict else {}),
-    }
-
-
-def _held_as(value: Any, name: str) -> Any:
-    """Return an attribute; None where it has no value."""
+    held = {}
+    kind: type = type(value)
+    for name, member in slots_of(kind).items():
+        with suppress(AttributeError):  # one that is not set
+            held[name] = member.__get__(value)
     try:
-        return object.__getattribute__(value, name)
+        own = object.__getattribute__(value, "__dict__")
     except AttributeError:
-        return None
-
-
-def _slots_of(kind: type) -> tuple[str, ...]:
-    slots = vars(kind).get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(name for name in names if not name.startswith("__"))
+        return held
+    return {**held, **own} if type(own) is dict else held
 
 
 def _is_empty(cell: CellType) -> bool:

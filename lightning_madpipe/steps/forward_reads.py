@@ -22,6 +22,7 @@ from deepspeed_partition.code_names import (
     Name,
     function_of,
     is_installed,
+    module_of,
     names_read,
     set_by_class,
 )
@@ -148,7 +149,7 @@ def _of_class(kind: type, name: str) -> Any:
 
 
 def _is_librarys(kind: Any) -> bool:
-    return kind.__module__.partition(".")[0] in LIBRARIES
+    return module_of(kind).partition(".")[0] in LIBRARIES
 
 
 _MISSING = object()

@@ -32,7 +32,15 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_partition.capture.draws import Rewindable
-from deepspeed_partition.code_names import LIBRARIES, STEPS, Defaults, function_of, is_installed, names_read
+from deepspeed_partition.code_names import (
+    LIBRARIES,
+    STEPS,
+    Defaults,
+    function_of,
+    is_installed,
+    module_of,
+    names_read,
+)
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.engine.runtime.random_state import random_state
 from deepspeed_partition.generators import COMMON, GENERATORS, METHODS, generator_state, set_generator_state
@@ -383,4 +391,4 @@ def _attributes_of(value: Any) -> MutableMapping[str, Any] | None:
         return followed
     if isinstance(value, nn.Module | type | ModuleType) or not hasattr(value, "__dict__"):
         return None
-    return None if type(value).__module__.partition(".")[0] in LIBRARIES else vars(value)
+    return None if module_of(type(value)).partition(".")[0] in LIBRARIES else vars(value)

@@ -15,17 +15,18 @@ from dataclasses import is_dataclass
 from functools import cache, partial
 from io import IOBase
 from itertools import islice
-from types import FunctionType, MemberDescriptorType, MethodType, ModuleType, NoneType, SimpleNamespace
+from types import FunctionType, MethodType, ModuleType, NoneType, SimpleNamespace
 from typing import Any
 
 import numpy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from deepspeed_partition.code_names import LIBRARIES, attribute_of, is_librarys, module_of
+from deepspeed_partition.code_names import LIBRARIES, attribute_of, is_librarys, module_of, slots_of
 from deepspeed_partition.generators import GENERATORS
 
 MOST_OBJECTS = 300
+"""Objects that are followed, the nearest ones."""
 MOST_MEMBERS = 200
 """Items of a container up to which objects are looked for in it, the first ones."""
 MOST_VISITED = 3000
@@ -36,8 +37,6 @@ _OTHERS = (
     type, ModuleType, nn.Module, Tensor, numpy.ndarray, IOBase, Dataset, Sampler, DataLoader, *GENERATORS
 )  # fmt: skip
 """What is no object of a step: loading, which goes on beside it on each rank, changes data and their order."""
-_OF_HEAP = 1 << 9
-"""A flag of classes that code in Python has made."""
 
 
 class ReachedObjects:
@@ -108,7 +107,7 @@ def attributes_of(value: Any) -> MutableMapping[str, Any] | None:
         return None if is_librarys(value) else vars(value)
     if isinstance(value, _OTHERS) or not _is_followed(kind):
         return None
-    slots, table = _slots_of(kind), attribute_of(value, "__dict__")
+    slots, table = slots_of(kind), attribute_of(value, "__dict__")
     if slots:
         return _Slots(value, slots, table if isinstance(table, dict) else None)
     return table if isinstance(table, dict) else None
@@ -125,17 +124,6 @@ def _is_followed(kind: type) -> bool:
     if not package or package in sys.stdlib_module_names:  # whose objects are shared by all code: loggers, locks
         return kind in _HOLDERS
     return package not in (*LIBRARIES, "numpy", "torchmetrics", "torchvision")
-
-
-@cache
-def _slots_of(kind: type) -> dict[str, MemberDescriptorType]:
-    return {
-        name: member
-        for base in reversed(kind.__mro__)
-        if base.__flags__ & _OF_HEAP
-        for name, member in vars(base).items()
-        if isinstance(member, MemberDescriptorType)
-    }
 
 
 class _Slots(MutableMapping[str, Any]):

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from deepspeed_partition.code_names import LIBRARIES
+from deepspeed_partition.code_names import LIBRARIES, module_of
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.generators import GENERATORS
 from lightning_madpipe.compat.elsewhere import HiddenTensors, StandIn
@@ -367,7 +367,7 @@ def _is_opaque(value: Any) -> bool:
         return True  # in a dict, where torch does not see that it is one
     if not hasattr(value, "__dict__") or _fields(value) is not None or isinstance(value, Tensor | type | Callable):
         return False
-    return type(value).__module__.partition(".")[0] not in LIBRARIES
+    return module_of(type(value)).partition(".")[0] not in LIBRARIES
 
 
 def _held(value: Any) -> list[Any]:

@@ -121,20 +121,24 @@ class KeptAround(cases.Classifier):
 
 def kept_weights(host: Host) -> dict[str, Any]:
     """Layers move after the third step."""
-    record = {}
-    for build in (Kept, KeptByOptimizer, KeptAround, LooksAhead):
-        recorder, module = cases.Recorder(), seeded(build)
-        with lines() as said:
-            trainer = host.trainer(recorder, strategy=MOVES_LATE)
-            trainer.fit(module, cases.loader(96))
-        if host.pipelined:
-            assert list(trainer.strategy.pipeline.parts) == [0, 2, 8]
-            stays = [line for line in said if "in a form that does not follow" in line]
-            is_first = trainer.global_rank == 0 and build is Kept
-            assert [line.partition(" of rank")[0] for line in stays] == (["self.pairs"] if is_first else [])
-        weights = {name: float(value.double().sum()) for name, value in module.state_dict().items()}
-        record[build.__name__] = {"rows": recorder.rows, "weights": weights}
-    return record
+    return {
+        build.__name__: moved_late(host, build, ["self.pairs"] if build is Kept else [])
+        for build in (Kept, KeptByOptimizer, KeptAround, LooksAhead)
+    }
+
+
+def moved_late(host: Host, build: Callable[[], pl.LightningModule], stays: list[str]) -> dict[str, Any]:
+    """Train a module whose layers move after the third step; rank 0 says which places do not follow."""
+    recorder, module = cases.Recorder(), seeded(build)
+    with lines() as said:
+        trainer = host.trainer(recorder, strategy=MOVES_LATE)
+        trainer.fit(module, cases.loader(96))
+    if host.pipelined:
+        assert list(trainer.strategy.pipeline.parts) == [0, 2, 8]
+        told = [line.partition(" of rank")[0] for line in said if "in a form that does not follow" in line]
+        assert told == (stays if trainer.global_rank == 0 else [])
+    weights = {name: float(value.double().sum()) for name, value in module.state_dict().items()}
+    return {"rows": recorder.rows, "weights": weights}
 
 
 class Slotted:
@@ -246,17 +250,8 @@ class KeptFarAway(cases.Classifier):
 
 
 def kept_far_away(host: Host) -> dict[str, Any]:
-    """Layers move after the third step: globals and what was four attributes deep stayed, in silence."""
-    recorder, module = cases.Recorder(), seeded(KeptFarAway)
-    with lines() as said:
-        trainer = host.trainer(recorder, strategy=MOVES_LATE)
-        trainer.fit(module, cases.loader(96))
-    if host.pipelined:
-        assert list(trainer.strategy.pipeline.parts) == [0, 2, 8]
-        stays = [line.partition(" of rank")[0] for line in said if "in a form that does not follow" in line]
-        assert stays == (["kept_weights_cases.OF_PROGRAM"] if trainer.global_rank == 0 else [])
-    weights = {name: float(value.double().sum()) for name, value in module.state_dict().items()}
-    return {"rows": recorder.rows, "weights": weights}
+    """Globals, and what was four attributes deep, stayed in silence."""
+    return moved_late(host, KeptFarAway, ["kept_weights_cases.OF_PROGRAM"])
 
 
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [kept_weights, kept_far_away], 4: []}
