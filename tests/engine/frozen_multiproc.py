@@ -13,6 +13,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import deepspeed
 import torch
@@ -26,7 +27,7 @@ from tests.engine.running import planned, start
 from tests.ranks import before_any_fork, run_job
 
 CASES = {
-    "stopped": 2, "computes": 2, "barrier": 2, "off": 2, "no_link_breaks": 3, "slow_store": 2, "measured": 2,
+    "stopped": 2, "computes": 2, "barrier": 2, "off": 2, "no_link_breaks": 4, "slow_store": 2, "measured": 2,
 }  # fmt: skip
 """With so many ranks."""
 
@@ -74,7 +75,7 @@ def measure(folder: Path, rank: int) -> None:
 def train(what: str, folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     deepspeed.init_distributed()
-    specs, cut = mlp(), [0, 4, 9] if dist.get_world_size() == 2 else [0, 4, 7, 9]
+    specs, cut = mlp(), [0, 4, 9] if dist.get_world_size() == 2 else [0, 3, 5, 7, 9]
     specs.insert(6, Slow(what))
     patience = {"madpipe": {"patience_seconds": 0 if what == "off" else 2}}
     engine, _, _ = start(specs, cut, {"pipeline": patience})
@@ -87,12 +88,15 @@ def train(what: str, folder: Path, rank: int) -> None:
             time.sleep(8)
         engine.save_checkpoint(str(folder / "saved"))
     if what == "no_link_breaks":
-        # As on NCCL: what rank 0 waits for does not fail when rank 1 dies.
+        # As on NCCL: what rank 0 waits for does not fail when rank 1 dies, and rank 3 waits for its device.
         others: Any = dist.new_group([0, 2])
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 0:
             dist.recv(torch.zeros(1), 2, group=others)
+        if rank == 3:
+            watch.watch._device = Mock(is_through=lambda: False)
+            time.sleep(60)
         time.sleep(10)  # rank 2 computes, and is not ended
     time.sleep(1)  # in which it is said that a rank goes on
     print("the end", flush=True)

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 import torch
 
 from deepspeed_partition.engine.runtime import accelerator as devices
-from deepspeed_partition.engine.runtime import tracing
+from deepspeed_partition.engine.runtime import collectives, tracing
 from deepspeed_partition.engine.warmup import run_platform
 
 GIB = 2**30
@@ -147,6 +147,23 @@ def test_the_device_of_a_rank(accelerator, monkeypatch, current, count, local_ra
     assert used.current == chosen
 
 
+@pytest.mark.parametrize(("backend", "carried_on"), [("nccl", "meta"), ("gloo", "cpu")])
+def test_tensors_of_the_host_travel_where_the_backend_knows_tensors(monkeypatch, backend, carried_on):
+    """Seen on a GPU: Lightning has the module on the CPU when a run has ended, and saved it over NCCL."""
+    chosen = SimpleNamespace(current_device_name=lambda: "meta")
+    monkeypatch.setattr(collectives, "get_accelerator", lambda: chosen)
+    monkeypatch.setattr(collectives, "own_groups", lambda: SimpleNamespace(tensors="all ranks"))
+    monkeypatch.setattr(collectives.dist, "get_backend", lambda *_: backend)
+    ends = []
+    monkeypatch.setattr(collectives.dist, "send", lambda tensor, *_, **__: ends.append(tensor))
+    monkeypatch.setattr(collectives.dist, "recv", lambda tensor, *_, **__: ends.append(tensor))
+    collectives.send_bytes(torch.zeros(3, dtype=torch.bfloat16), 1)
+    here = torch.device("meta" if backend == "nccl" else "cpu")  # meta has no values to bring to the CPU
+    received = collectives.receive_bytes(torch.Size([3]), torch.bfloat16, here, 0)
+    assert [end.device.type for end in ends] == [carried_on] * 2
+    assert [end.numel() for end in ends] == [6, 6] and received.shape == (3,)
+
+
 # Its memory
 
 
@@ -185,6 +202,15 @@ def test_ranks_that_share_a_device_divide_it(accelerator, monkeypatch):
     engine = SimpleNamespace(options=SimpleNamespace(memory=None))
     assert run_platform.device_memory_bytes(engine) == GIB
     counted.assert_called_once_with(2, 32)
+
+
+def test_whether_a_device_is_through_with_its_work(accelerator, monkeypatch):
+    accelerator("cpu")
+    assert devices.DeviceQueue().is_through()
+    stream = Mock(query=Mock(side_effect=[False, True, RuntimeError("of an earlier kernel")]))
+    accelerator("cuda").current_stream = lambda: stream
+    queue = devices.DeviceQueue()
+    assert [queue.is_through() for _ in range(3)] == [False, True, True]
 
 
 # Streams

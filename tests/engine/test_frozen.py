@@ -8,10 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 pytest.importorskip("torch")
+
+from deepspeed_partition.engine.runtime import joining
 
 HERE = Path(__file__).parent
 LONGEST_SECONDS = 150
@@ -84,9 +87,10 @@ def test_a_rank_that_takes_its_time_is_only_spoken_of(outcomes, what, words):
 def test_who_waits_for_ever_ends_and_who_computes_does_not(outcomes):
     """Where no link breaks when a rank dies, as on NCCL."""
     found = outcomes["no_link_breaks"]
-    assert found["exits"] == [1, -9, 0], found["logs"]
+    assert found["exits"] == [1, -9, 0, 1], found["logs"]
     assert "rank 0 ends: it waits in recv(), called at frozen_multiproc.py" in found["logs"][0]
-    assert f"and rank 1 (process {found['pids'][1]}) has ended" in found["logs"][0]
+    assert "rank 3 ends: it waits in frozen_multiproc.py:" in found["logs"][3], "for its device"
+    assert all(f"and rank 1 (process {found['pids'][1]}) has ended" in found["logs"][rank] for rank in (0, 3))
     assert "the end" in found["logs"][2]
 
 
@@ -116,6 +120,12 @@ def test_a_rank_that_comes_late(tmp_path):
     assert job.exits() == [0, 0], job.log(0) + job.log(1)
     assert "rank 0 has waited " in job.log(0) and "to join the 2 ranks at port" in job.log(0)
     assert "all are here" in job.log(0)
+
+
+def test_who_hangs_before_its_first_engine_is_not_said_to_join():
+    with patch.object(joining.dist, "is_initialized", lambda: True):
+        words = joining._what_for(2, "29500")
+    assert words == "for other ranks in a call of torch.distributed, before its first engine"
 
 
 def test_a_port_that_is_taken(tmp_path):

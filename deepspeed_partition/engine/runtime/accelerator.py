@@ -149,6 +149,21 @@ def mark() -> Any:
     return event
 
 
+class DeviceQueue:
+    """The stream that this thread computes on, which any thread may ask whether it is through."""
+
+    def __init__(self) -> None:
+        accelerator = get_accelerator()
+        self._stream: Any = accelerator.current_stream() if accelerator.device_name() == "cuda" else None
+
+    def is_through(self) -> bool:
+        """Whether all is done that the device has been given there; without waiting."""
+        try:
+            return self._stream is None or bool(self._stream.query())
+        except RuntimeError:  # of an earlier kernel: who computes hears of it
+            return True
+
+
 class Pace:
     """Lets a host be a few computations ahead of its device, and not a whole batch.
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 from deepspeed_partition.engine.runtime import accelerator, host_staging
 from deepspeed_partition.engine.runtime.first_failure import met_by_all
@@ -222,16 +223,24 @@ def receive_object(rank: int) -> Any:
 
 
 def send_bytes(tensor: torch.Tensor, rank: int) -> None:
-    """Send the values of ``tensor``, of any type, to a rank that knows its shape."""
+    """Send the values of ``tensor``, of any type and from any device, to a rank that knows its shape."""
     if tensor.numel():
         by = functools.partial(dist.send, group=own_groups().tensors)
-        host_staging.send(tensor.detach().contiguous().reshape(-1).view(torch.uint8), rank, by=by)
+        values = tensor.detach().to(_device_that_carries(tensor.device)).contiguous()
+        host_staging.send(values.reshape(-1).view(torch.uint8), rank, by=by)
 
 
 def receive_bytes(shape: torch.Size, dtype: torch.dtype, device: torch.device, rank: int) -> torch.Tensor:
-    """The tensor that :func:`send_bytes` sends."""
-    tensor = torch.empty(shape, dtype=dtype, device=device)
+    """The tensor that :func:`send_bytes` sends, on ``device``, whatever device it had there."""
+    tensor = torch.empty(shape, dtype=dtype, device=_device_that_carries(device))
     if tensor.numel():
         by = functools.partial(dist.recv, group=own_groups().tensors)
         host_staging.receive(tensor.view(-1).view(torch.uint8), rank, by=by)
-    return tensor
+    return tensor.to(device)
+
+
+def _device_that_carries(device: torch.device) -> torch.device:
+    """Where a message begins or ends whose tensor is on ``device``: NCCL knows no tensors of the host."""
+    if device.type != "cpu" or dist.get_backend(own_groups().tensors) == "gloo":
+        return device
+    return torch.device(get_accelerator().current_device_name())

@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch.distributed as dist
+
 from deepspeed_partition.engine.runtime import watch
 from deepspeed_partition.engine.runtime.environment import log_here
 from deepspeed_partition.options import PATIENCE_SECONDS
@@ -74,8 +76,14 @@ def _look_on(rank: int, size: int, port: str) -> None:
         if waited >= PATIENCE_SECONDS * (1 if missing else SLOW_BEGINNING) and not said:
             said = True
             where = f"{_ranks(missing)} not seen on this machine" if missing else "all have a process here"
-            log_here(f"rank {rank} has waited {waited:.0f} s to join the {size} ranks at port {port}: {where}")
+            log_here(f"rank {rank} has waited {waited:.0f} s {_what_for(size, port)}: {where}")
         time.sleep(TICK_SECONDS)
+
+
+def _what_for(size: int, port: str) -> str:
+    if dist.is_initialized():
+        return "for other ranks in a call of torch.distributed, before its first engine"
+    return f"to join the {size} ranks at port {port}"
 
 
 def ranks_on_this_machine(size: int, port: str, processes: Iterable[str]) -> set[int]:

@@ -8,7 +8,9 @@ long. Nothing is added to a step but the name of what runs.
     a rank fails        the others hear of it, and stop to compute for a batch that is lost (``batch_attempt.py``)
     a rank is lost      who waits, and can only wait for ever, ends with the reason
 
-A rank that computes, loads data or compiles is never ended, only spoken of.
+A rank that computes, loads data or compiles is never ended, only spoken of. On a GPU the host does not wait for
+NCCL but for its device, wherever it asks for a number: a host that stands still, with a device that never gets
+through its work, waits for a lost rank, too.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from deepspeed_partition.engine.runtime.accelerator import DeviceQueue
 from deepspeed_partition.engine.runtime.environment import log_here
 from deepspeed_partition.options import PATIENCE_SECONDS
 
@@ -147,6 +150,8 @@ class Watch:
         self._seen_since = time.monotonic()
         self._asked: tuple[int, float] | None = None
         self._said = False
+        self._device: DeviceQueue | None = None
+        self._device_is_behind_since: float | None = None
 
     # What the main thread calls
 
@@ -170,6 +175,7 @@ class Watch:
         self._store = _connection()
         self._over = threading.Event()
         self._main = threading.main_thread().ident
+        self._device = DeviceQueue()
         self._thread = threading.Thread(
             target=self._look_on, args=(self._over,), name="madpipe-watch", daemon=True
         )
@@ -305,7 +311,7 @@ class Watch:
                 self._lose_store()
                 stuck_seconds, operation, _ = self._look_at_main_thread()
             if not over.is_set():
-                self._end_if_lost(stuck_seconds, operation)
+                self._end_if_lost(max(stuck_seconds, self._seconds_behind_device()), operation)
 
     def _lose_store(self) -> None:
         if not self._lost_store:
@@ -376,6 +382,16 @@ class Watch:
             self._seen, self._seen_since, self._said, self._asked = place, now, False, None
         operation, waits, waits_for = self._place()
         return (now - self._seen_since if waits else 0.0), operation, waits_for
+
+    def _seconds_behind_device(self) -> float:
+        """Return for how many seconds the main thread has stood still while the device was not through once."""
+        now = time.monotonic()
+        if self._device is None or self._device.is_through():
+            self._device_is_behind_since = None
+        elif self._device_is_behind_since is None:
+            self._device_is_behind_since = now
+        since = self._device_is_behind_since
+        return 0.0 if since is None else now - max(since, self._seen_since)
 
     def _look_at_neighbour(self, own: Process | None) -> None:
         """Look at the next rank that shares this one's processes; each has one that looks at it."""
