@@ -46,6 +46,7 @@ from lightning_madpipe.checkpoint.saving import GATHERED_BY_ALL, Checkpointing
 from lightning_madpipe.checkpoint.whole_model import PLACES
 from lightning_madpipe.compat.callback_patches import show_all_to_callbacks
 from lightning_madpipe.compat.elsewhere import AFTER_A_RUN, AFTER_AN_EXCEPTION
+from lightning_madpipe.compat.logged_values import hand_values_over
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.number_types import convert_but_complex, leave_types
 from lightning_madpipe.compat.optimizer_hooks import OptimizerHooks, tell_of_states
@@ -349,7 +350,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
     def _spread(self) -> SpreadModel:
         """The module's layers on the ranks, of this run or of those before."""
         if self._spread_before is None or self._spread_before.module is not self._module:
-            self._spread_before = SpreadModel(self._module, self._lightning, self._share_dims)
+            self._spread_before = SpreadModel(self._module, self._lightning, self._follow_layers)
         return self._spread_before
 
     def _resolved_num_stages(self) -> int:
@@ -601,10 +602,12 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             self._optimizer_hooks.end()
             self._optimizer_hooks = None
 
-    def _share_dims(self, group: Any) -> None:
-        """Let the ranks of a pipeline know what steps have found out on some of them."""
+    def _follow_layers(self, group: Any) -> None:
+        """Let the ranks of a pipeline know what steps have found out and hooks have logged on some of them."""
         if self._runner is not None:
             self._runner.steps.share_dims(group)
+        if self._phase is not None:  # between the first and the last step of fit
+            hand_values_over(self._module.trainer, group)
 
     # What is there when a run has ended
 

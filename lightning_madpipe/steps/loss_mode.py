@@ -37,6 +37,7 @@ from deepspeed_partition.engine import MadPipeEngine, PipelineModule
 from deepspeed_partition.engine.pipeline.plan_engine import LossCost
 from deepspeed_partition.engine.runtime.collectives import gather_objects, reduced
 from deepspeed_partition.engine.runtime.environment import announce
+from deepspeed_partition.engine.runtime.first_failure import met_by_all
 from deepspeed_partition.planner.units import counted
 from deepspeed_partition.planner.weight_versions import FLUSH
 from lightning_madpipe.module import outside_pipeline
@@ -341,7 +342,13 @@ class LossOfBatches:
 
         Args:
             is_last: Whether the batch is not tried again before it is trained on.
+
+        Raises:
+            Exception: what the step raises for the whole batch, where it does not raise the same for its parts.
         """
+        raised = next((finding.raised for finding in findings if finding.raised is not None), None)
+        if raised is not None:
+            raise met_by_all(raised)
         error = max(
             (finding.relative_error for finding in findings if finding.relative_error is not None), default=None
         )

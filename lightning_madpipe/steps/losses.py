@@ -69,6 +69,8 @@ class Finding:
     why_unknown: str | None = None
     """Why the loss of the batch could not be explained, in words; with ``unknown``."""
     unknown: Unknown | None = None
+    raised: Exception | None = None
+    """What the step raises for the batch, as in one process, where it does not raise the same for a part of it."""
     fitting: frozenset[Weight] = frozenset()
     considered: frozenset[Weight] = frozenset()
     """All weights that were guessed."""

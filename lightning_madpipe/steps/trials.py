@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_partition.engine.pipeline.batch_attempt import OUT_OF_MEMORY
+from deepspeed_partition.engine.runtime.collectives import portable
 from deepspeed_partition.engine.runtime.first_failure import in_words
 from deepspeed_partition.profiling import LiveBytes
 from deepspeed_partition.profiling.failed_backward import forget_failed_backward
+from lightning_madpipe.compat.elsewhere import ElsewhereError
 from lightning_madpipe.module import outside_pipeline
 from lightning_madpipe.steps.batch_runs import WAY_OUT, BatchRun, cut_inputs
 from lightning_madpipe.steps.batches import join_pieces
@@ -69,6 +71,9 @@ def _tried(steps: UserSteps, module: Any, run: BatchRun, is_tuple: bool, *, comp
                 return dataclasses.replace(finding, **_cost(steps, run, joined, is_tuple))
         tolerance = 2 * max(torch.finfo(tensor.dtype).eps for tensor in floating) if low else TOLERANCE
         finding = Finding() if not compares else _compared(steps, module, run, joined, is_tuple, tolerance)
+        if finding.raised is not None:
+            forget_failed_backward()
+            return finding
         return dataclasses.replace(finding, **_cost(steps, run, joined, is_tuple))
     except OUT_OF_MEMORY as error:
         forget_failed_backward()
@@ -94,9 +99,13 @@ def _compared(
     except OUT_OF_MEMORY:
         raise
     except Exception as raised:
-        if not _runs_on_parts(steps, run, joined, is_tuple):
+        if isinstance(raised, NoLossError | ElsewhereError) or len(run.micro_batches) == 1:
             raise
-        return Finding(why_not=f"for a batch, and for no part of it, it raises {in_words(raised)}")
+        of_part = _raised_by_parts(steps, run, joined, is_tuple)
+        if of_part is not None and in_words(of_part) == in_words(raised):
+            raise
+        # Where the step is trained, it would raise what it raises for a part, or nothing.
+        return _unknown(Unknown.MEETS_AGAIN, f"it raises {in_words(raised)}", raised=portable(raised))
     if draws.are_common:
         steps.drawn_from.add("torch")
     left_by_whole = traces.taken()
@@ -188,18 +197,18 @@ def _outputs_of_parts(run: BatchRun, joined: tuple[Tensor, ...]) -> list[tuple[T
     ]
 
 
-def _runs_on_parts(steps: UserSteps, run: BatchRun, joined: tuple[Tensor, ...], is_tuple: bool) -> bool:
-    """Whether the step, which failed for the batch, runs on each of its micro-batches."""
-    if len(run.micro_batches) == 1:
-        return False
+def _raised_by_parts(
+    steps: UserSteps, run: BatchRun, joined: tuple[Tensor, ...], is_tuple: bool
+) -> Exception | None:
+    """What the step, which failed for the batch, raises for the first of its micro-batches that it fails for."""
     try:
         for micro_batch, own in zip(run.micro_batches, _outputs_of_parts(run, joined), strict=True):
             steps.try_once(micro_batch, own, is_tuple)
     except OUT_OF_MEMORY:
         raise
-    except Exception:  # it is met again where the step is trained
-        return False
-    return True
+    except Exception as raised:
+        return raised
+    return None
 
 
 def _passes_rows(whole: Tried, pieces: Sequence[Tried], sizes: Sequence[int]) -> bool:

@@ -45,6 +45,7 @@ from tests.lightning import (  # noqa: E402
     naming_cases,
     object_cases,
     step_cases,
+    writing_cases,
 )
 from tests.lightning import lightning_cases as cases  # noqa: E402
 
@@ -374,6 +375,7 @@ KINDS: dict[str, list[Any]] = {
     "losses": [loss_cases],
     "callbacks": [callback_cases, kept_weights_cases],
     "names": [naming_cases, hook_cases, beside_cases, object_cases, call_state_cases],
+    "writing": [writing_cases],
     "after": [after_fit_cases],
     "captured": [captured_cases],
 }

@@ -537,6 +537,19 @@ class RaisingForBatches(Layers):
         return F.cross_entropy(self(x), y)
 
 
+class RatedByBatches(Layers):
+    """Sets a rate in its step, which is refused, and wants as many samples as it has targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("targets", torch.zeros(16).long())
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        for group in self.optimizers().param_groups:
+            group["lr"] = 0.1 / (1 + self.global_step)
+        return F.cross_entropy(self(batch[0]), self.targets)
+
+
 class WithAuxiliary(nn.Module):
     """Hands on a number that is of all samples, as routers of experts do."""
 
@@ -860,6 +873,7 @@ def planned(host: Host) -> dict[str, Any]:
         "selected later": refused(lambda: fitted(host, Selecting, later_chosen(64, 32), max_epochs=1)),
         "without a trial": refused(lambda: with_auxiliary(host, "auto")),
         "accepted": with_auxiliary(host, "mean")["found"]["once"],
+        "raising otherwise": refused(lambda: fitted(host, RatedByBatches, labelled(32), max_epochs=1)),
         "raising for batches": refused(lambda: fitted(host, RaisingForBatches, labelled(32), max_epochs=1)),
         "selected after": fitted(host, Chosen, later_chosen(64, 32), max_epochs=1)["found"]["once"],
     }

@@ -169,6 +169,12 @@ def test_a_loss_that_cannot_be_tried_is_no_mean_unless_the_user_says_so(two: Rec
     assert "more samples than there is room for" in record["raising for batches"]
 
 
+def test_what_a_step_raises_for_a_batch_is_told_and_not_what_it_raises_for_a_part(two: Records) -> None:
+    """It was refused for the rate that it sets, and the user read "Expected input batch_size (4)"."""
+    said = two.of("planned")["raising otherwise"]
+    assert said.startswith("MisconfigurationException: training_step changes 'lr' of parameter group 0")
+
+
 def test_low_precision_is_close_and_explained_alike(two: Records) -> None:
     for case in ("padded", "contrastive"):
         record, reference = two.of("low")[case], two.reference["low"][case]["record"]
