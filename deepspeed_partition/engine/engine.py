@@ -662,6 +662,7 @@ class MadPipeEngine(ResumingEngine):
             return super()._aggregate_total_loss()
         self.agg_additional_losses = None
         self.dp_group_loss = torch.tensor(self._endless.loss, device=self.device)
+        self.loss = self.dp_group_loss.clone()  # of the last micro-batch nothing may be known yet
         return self.dp_group_loss.clone()
 
     def _train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:

@@ -108,6 +108,32 @@ def what_a_module_asks_its_loss_in_a_step(_: Path) -> None:
     same(train(engine, data), train_alone(mlp(), data, two_groups, loss_fn=Learned()))
 
 
+def the_loss_that_an_engine_keeps(_: Path) -> None:
+    """A public GPT reads ``engine.loss`` on every rank behind each call. It was None: `.item()` ended the run."""
+    data = batches(2)
+
+    def kept(engine: MadPipeEngine) -> list[list[float]]:
+        found = []
+        for step in data:
+            engine.train_batch(mine(engine, [step]))
+            found.append(float(engine.loss))
+            engine.eval_batch(mine(engine, [step]))
+            found.append(float(engine.loss))
+        return gather_objects(found)
+
+    for stage in (0, 1):
+        config = {"zero_optimization": {"stage": stage}, "gradient_clipping": 0.0}
+        expected = kept(start(mlp(), "uniform", config)[0])  # in DeepSpeed's own schedule
+        assert expected[0] == [0.0] * 4 and all(expected[1])
+        for engine in (
+            start(mlp(), cut(), config)[0],
+            start(mlp(), "madpipe", {**planned(cut(), warmup_steps=1), **config})[0],
+            start(mlp(), looped(), config)[0],  # the last stage is on the first rank
+        ):
+            found = sorted(kept(engine))
+            assert found == [pytest.approx(of_rank, rel=1e-5) for of_rank in sorted(expected)], (found, expected)
+
+
 def a_loss_that_is_a_function_with_weights_is_refused(_: Path) -> None:
     """They trained otherwise than in one process, in plain DeepSpeed too, and stayed behind when layers moved."""
     loss = Learned()
@@ -1393,6 +1419,7 @@ CASES = [
     a_cut_of_deepspeeds_with_copies_of_different_classes,
     a_tied_copy_without_a_gradient, tied_layers_of_different_classes,
     tied_layers_of_different_classes_in_other_runs,
+    the_loss_that_an_engine_keeps,
     a_loss_that_is_a_module_in_a_warm_up, what_a_module_asks_its_loss_in_a_step,
     a_loss_with_weights_goes_with_the_last_layer, a_loss_that_is_a_function_with_weights_is_refused,
 ]  # fmt: skip

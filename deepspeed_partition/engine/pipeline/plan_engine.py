@@ -402,10 +402,18 @@ class AnyPlanEngine(AnyBoundaryEngine):
                 if self.sharded is not None:
                     self.sharded.finish()
             self._told_loss = self._batch.agree(self._passes.loss_in_bits() if self._is_plain else 0)
+            self._leave_loss()
             if self._recorder is not None and self.module.madpipe_cut.plan is not None:
                 self._recorder.keep(self.module.madpipe_cut.plan, self._transfers)
             if torch.is_grad_enabled():
                 self.end_batch()
+
+    def _leave_loss(self) -> None:
+        """Leave in ``loss`` what DeepSpeed leaves there, for programs that read it between two calls.
+
+        That is the loss of the last micro-batch where the last stage runs, and 0 on the other ranks.
+        """
+        self.loss = self.fwd_outputs[-1] if self.fwd_outputs else torch.zeros((), device=self.device)
 
     def _train_endless(self) -> None:
         """Train on a batch while others are in flight."""
