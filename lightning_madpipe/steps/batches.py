@@ -8,6 +8,7 @@ import numbers
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from types import FunctionType, ModuleType
@@ -79,6 +80,37 @@ def own_copy(batch: Any) -> Any:
         return copy_of_object(value) if is_object(value) else map_children(value, copied)
 
     return copied(batch)
+
+
+@contextmanager
+def normal_tensors(batch: Any) -> Iterator[Any]:
+    """Give a batch with copies of the tensors that inference mode has made, and write back what is written there.
+
+    Such are the batches of an evaluation on a GPU, which come to their device within inference mode. It is entered
+    outside of that.
+    """
+    if not any(tensor.is_inference() for tensor in tensors_of(batch)):
+        yield batch
+        return
+    pairs: list[tuple[Tensor, Tensor, int]] = []
+
+    def normal(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            made = value.clone() if value.is_inference() else value
+        elif is_object(value):
+            made = copy_of_object(value)
+        else:
+            return map_children(value, normal)
+        pairs.extend(
+            (own, each, each._version) for own, each in zip(tensors_of(value), tensors_of(made), strict=True)
+        )
+        return made
+
+    yield normal(batch)
+    with torch.inference_mode():
+        for own, made, version in pairs:
+            if own is not made and made._version != version:
+                own.copy_(made)
 
 
 def is_object(value: Any) -> bool:

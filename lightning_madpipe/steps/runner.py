@@ -21,6 +21,7 @@ from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.unsupported import needs_two_samples
 from lightning_madpipe.steps.batch_runs import BatchRun, Piece, SamplesSelectedError
 from lightning_madpipe.steps.batches import (
+    normal_tensors,
     not_by_samples,
     own_copy,
     refuse_lists_of_samples,
@@ -271,15 +272,20 @@ class BatchRunner:
             What the step returned, joined over the micro-batches, if somebody reads it; else its loss, or None.
         """
         begins = self._reading.begins
-        with self._random_numbers.of_layers():
+        # In inference mode, which Lightning may have entered, the engine would allocate buffers that training
+        # cannot use; and outside of it no step and no layer may write into what it has made.
+        with (
+            self._random_numbers.of_layers(),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            normal_tensors(batch) as batch,
+        ):
             run = self._run_of(step, batch, arguments)
             if begins:
                 self._structure.check()
                 self._comparison.compare_if_changed(run)
-            # In inference mode, which Lightning may have entered, the engine would allocate buffers that
-            # training cannot use.
             self.steps.draws.begin()
-            with torch.inference_mode(False), torch.no_grad(), self._modes_as_they_are():
+            with self._modes_as_they_are():
                 self._go_forward(run)
                 [result] = self._outcomes.share_with_pipeline([run])
         self._outcomes.log_again(result)

@@ -513,6 +513,35 @@ def refilled_batches(host: Host) -> dict[str, Any]:
     return records
 
 
+class Arriving(cases.Classifier):
+    """Its batches come to their device in the loop of an evaluation, as those of a GPU: within inference mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels: list[float] = []
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        return tuple(tensor.clone() for tensor in batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("validated", F.cross_entropy(self(x), y))
+        if batch_idx:
+            y.add_(batch_idx)
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.labels.append(float(batch[1].sum()))
+
+
+def arriving_batches(host: Host) -> dict[str, Any]:
+    """What was ended with "Inference tensors do not track version counter" on every GPU."""
+    pl.seed_everything(0, verbose=False)
+    module, trainer = Arriving(), host.trainer(max_epochs=1)
+    trainer.fit(module, cases.loader(32), cases.loader(37, seed=3))
+    [validated] = trainer.validate(module, cases.loader(37, seed=3), verbose=False)
+    return {**validated, "labels": module.labels}
+
+
 class Ends(cases.Classifier):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
         return -1 if batch_idx == 3 else None
@@ -562,6 +591,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
         masked,
         consumed_batches,
         refilled_batches,
+        arriving_batches,
         ended_epochs,
     ],
     4: [],

@@ -65,7 +65,12 @@ class Originals:
     def note(self, number: int, drawn: Iterable[torch.Tensor], copies: Iterable[torch.Tensor]) -> None:
         """Note the tensors of a batch or a micro-batch, and their copies; numbers grow."""
         pairs = zip(drawn, copies, strict=True)
-        noted = [_Original(own, own._version, copy, copy._version) for own, copy in pairs if own is not copy]
+        # Of what inference mode has made, torch counts no writes: a user's own, around an evaluation.
+        noted = [
+            _Original(own, own._version, copy, copy._version)
+            for own, copy in pairs
+            if own is not copy and not (own.is_inference() or copy.is_inference())
+        ]
         self._by_number[number] = noted
         self._last_number.update((_memory_of(each.tensor), number) for each in noted)
 
