@@ -5,8 +5,10 @@ returned arrives; the backward of a layer lasts from there to the next arrival f
 backward. A forward within a backward recomputes, and its time is taken off.
 
     forward    |--0--|---1---|--2--|loss|
-    backward                            ^----2----^-----1-----^---0---|
+    backward                            ^----2----^-----1-----^---0---|--accumulation--|
                                      arrival   arrival     arrival   end
+
+What an optimizer does with the gradients of each micro-batch beside autograd is the layers' by their shares in it.
 
 On a CPU the clock is ``perf_counter``. On a GPU it uses events on the stream that computes, read at the end.
 """
@@ -14,6 +16,7 @@ On a CPU the clock is ``perf_counter``. On a GPU it uses events on the stream th
 from __future__ import annotations
 
 import functools
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -42,7 +45,7 @@ class LayerTimes:
 
 
 class _Event(NamedTuple):
-    kind: Literal["forward", "loss", "arrival", "end", "optimizer"]
+    kind: Literal["forward", "loss", "arrival", "end", "accumulation", "optimizer"]
     layer: int
     start: Stamp
     end: Stamp
@@ -60,6 +63,7 @@ class InPlaceClock:
         self._steps: list[list[_Event]] = []
         self._events: list[_Event] = []
         self._in_backward = False
+        self._shares: Mapping[int, float] = {}
 
     @property
     def num_steps(self) -> int:
@@ -111,13 +115,26 @@ class InPlaceClock:
 
         return run
 
+    def timed_accumulation(self, function: Callable[..., Any], shares: Mapping[int, float]) -> Callable[..., Any]:
+        """Return the function to call in the place of one that adds up gradients after each backward.
+
+        Args:
+            shares: of its time, by the numbers of the layers in whose backward it is counted.
+        """
+        self._shares = shares
+        return self._timed("accumulation", function)
+
     def timed_optimizer(self, optimizer_step: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function to call in the place of the optimizer step."""
+        return self._timed("optimizer", optimizer_step)
 
-        def run(*arguments: Any) -> Any:
+    def _timed(
+        self, kind: Literal["accumulation", "optimizer"], function: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        def run(*arguments: Any, **keywords: Any) -> Any:
             start = self._now()
-            result = optimizer_step(*arguments)
-            self._events.append(_Event("optimizer", -1, start, self._now()))
+            result = function(*arguments, **keywords)
+            self._events.append(_Event(kind, -1, start, self._now()))
             return result
 
         return run
@@ -126,12 +143,22 @@ class InPlaceClock:
         """Return the times of each layer that ran: medians over the micro-batches of the steps that count."""
         forward: dict[int, list[float]] = defaultdict(list)
         backward: dict[int, list[float]] = defaultdict(list)
+        accumulation: list[float] = []
         for events in self._counted_steps():
             self._read(events, forward, backward)
+            accumulation.append(self._accumulation_seconds(events))
+        beside = statistics.median(accumulation or [0.0])
+        for layer, share in self._shares.items():
+            backward[layer] = [seconds + beside * share for seconds in backward[layer]]
         return {
             layer: LayerTimes(forward=Spread.of(readings), backward=Spread.of(backward.get(layer) or [0.0]))
             for layer, readings in forward.items()
         }
+
+    def _accumulation_seconds(self, events: list[_Event]) -> float:
+        """Return the seconds of a step that gradients are added up beside autograd, for each micro-batch."""
+        seconds = sum(self._seconds(each.start, each.end) for each in events if each.kind == "accumulation")
+        return seconds / max(1, sum(each.kind == "end" for each in events))
 
     def optimizer_step(self) -> Spread | None:
         """Seconds of the optimizer step, with what is done around it; None where no step was timed."""

@@ -224,3 +224,26 @@ def test_a_step_that_fails_does_not_count(clock):
     layer.bias = nn.Parameter(torch.zeros(8))
     step_of(measured, layer)
     assert measured.times()[0].backward.median_seconds == 2.0
+
+
+def test_what_an_optimizer_does_with_gradients_is_the_layers_by_their_shares(clock):
+    """As DeepSpeed's for bf16: before and after each backward it goes through all of them."""
+    layers = [Layer(clock, 1.0, 2.0), Layer(clock, 3.0, 4.0)]
+    timer = InPlaceClock(torch.device("cpu"))
+
+    def go_through(seconds: float) -> None:
+        clock.seconds += seconds
+
+    shares = {0: 0.25, 1: 0.75}
+    clear, add_up = (timer.timed_accumulation(go_through, shares) for _ in range(2))
+    timed = [timer.timed_layer(number, layer) for number, layer in enumerate(layers)]
+    for _ in range(NUM_STEPS):
+        with timer.step():
+            for _ in range(NUM_MICRO_BATCHES):
+                outputs = segment(timed, torch.zeros(8))
+                clear(1.0)
+                outputs.sum().backward()
+                add_up(seconds=7.0)
+    times = timer.times()
+    assert [times[layer].backward.median_seconds for layer in (0, 1)] == [2.0 + 0.25 * 8, 4.0 + 0.75 * 8]
+    assert [times[layer].forward.median_seconds for layer in (0, 1)] == [1.0, 3.0]
