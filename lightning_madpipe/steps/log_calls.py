@@ -27,7 +27,7 @@ class LogCalls:
     def __init__(self, module: Any, error: type[Exception]) -> None:
         self._module = module
         self._error = error
-        self._signature = inspect.signature(type(module).log)
+        self._signature = _signature_of_log(type(module), error)
         self._metrics = BatchMetrics()
 
     def begin_batch(self) -> None:
@@ -55,8 +55,11 @@ class LogCalls:
         Raises:
             Exception: it logs what is no number, or to a group of its own.
         """
-        bound = self._signature.bind(self._module, *arguments, **keywords).arguments
-        log_call = {name: value for name, value in bound.items() if name != "self"}
+        bound = self._signature.bind(self._module, *arguments, **keywords)
+        log_call = {name: value for name, value in bound.arguments.items() if name != "self"}
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                log_call |= log_call.pop(name, {})
         key, step = log_call["name"], micro_batch.step
         why_not = why_not_logged(log_call["value"], step, key)
         if why_not is not None:
@@ -88,3 +91,26 @@ class LogCalls:
         on_step = log_call.get("on_step")
         shown = micro_batch.step == "training_step" if on_step is None else on_step
         return MetricValue(path, self._metrics.value_of(metric) if shown and micro_batch.is_last else None)
+
+
+def _signature_of_log(kind: type, error: type[Exception]) -> inspect.Signature:
+    """The signature by which a call of ``self.log`` is taken apart: the module's own, or the host's.
+
+    Args:
+        kind: The class of the LightningModule, which may have a ``log()`` of its own that hands on to the host's.
+        error: The host's exception for what cannot be logged from a pipeline.
+
+    Raises:
+        Exception: the module's own ``log()`` does not take ``name`` and ``value``, by which all ranks call it.
+    """
+    own = inspect.signature(kind.log)  # type: ignore[attr-defined]
+    kinds = {parameter.kind for parameter in own.parameters.values()}
+    if not {"name", "value"} <= own.parameters.keys() and inspect.Parameter.VAR_KEYWORD not in kinds:
+        raise error(
+            f"{kind.__name__}.log() has no arguments of the names 'name' and 'value', by which every rank logs "
+            "what a step has logged: give its first two these names"
+        )
+    if {"name", "value"} <= own.parameters.keys() and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        return own
+    host = [each for each in kind.__mro__ if "log" in vars(each)][-1]
+    return inspect.signature(host.log)  # type: ignore[attr-defined]

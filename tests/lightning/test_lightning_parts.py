@@ -283,6 +283,37 @@ def test_a_repeated_step_leaves_one_trace() -> None:
     assert micro.log_calls[0]["value"] == 48 and micro.loss == 9
 
 
+def hands_all_on(self: Any, *arguments: Any, **keywords: Any) -> None:
+    pl.LightningModule.log(self, *arguments, **keywords)
+
+
+def hands_options_on(self: Any, name: str, value: Any, **options: Any) -> None:
+    pl.LightningModule.log(self, f"my/{name}", value, **options)
+
+
+@pytest.mark.parametrize("own", [hands_all_on, hands_options_on])
+def test_what_a_log_method_of_the_module_is_given_is_found(own: Any) -> None:
+    """pytorch_forecasting's modules have such a ``log``: the run ended with KeyError: 'name'."""
+    steps = UserSteps(type("Logging", (Averaging,), {"log": own})(), "forward")
+    micro = micro_batch([torch.zeros(4, 8), torch.zeros(4, 4)])
+    steps.loss(torch.ones(4, 4), micro)
+    assert micro.log_calls == [{"name": "mean", "value": 1.0, "on_step": True, "prog_bar": True}]
+
+
+class Averaging(Step):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self(batch[0]).mean()
+        self.log("mean", loss, on_step=True, prog_bar=True)
+        return loss
+
+
+def test_a_log_method_with_other_names_is_refused() -> None:
+    """Every rank logs by the names."""
+    own = lambda self, key, number, prog_bar=False: None  # noqa: E731
+    with pytest.raises(ValueError, match=r"Logging\.log\(\) has no arguments of the names 'name' and 'value'"):
+        UserSteps(type("Logging", (Step,), {"log": own})(), "forward")
+
+
 class Twice(Step):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return (self(batch[0]) - self(batch[0])).sum()
