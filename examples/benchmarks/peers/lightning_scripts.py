@@ -50,6 +50,7 @@ except ImportError as missing:
 
 from as_they_are import AS_THEY_ARE
 from other_kinds import OTHER_KINDS
+from single_modules import SINGLE_MODULES
 
 LIMIT_SECONDS, SECONDS_EACH = 120, 30
 """The seconds for the start of a job, and for each script in it, when the machine is busy."""
@@ -479,7 +480,7 @@ SCRIPTS: dict[str, Script] = {
 }  # fmt: skip
 
 
-SCRIPTS |= AS_THEY_ARE | OTHER_KINDS
+SCRIPTS |= AS_THEY_ARE | OTHER_KINDS | SINGLE_MODULES
 
 
 def _uva_resnet(names: Any) -> Any:

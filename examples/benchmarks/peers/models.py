@@ -3,13 +3,13 @@
     python examples/benchmarks/peers/models.py --gpt-neox FOLDER --megatron-deepspeed FOLDER \
         --transpeeder FOLDER --gdgpt FOLDER --diffusion-pipe FOLDER --gpt-lite FOLDER --alexnet FOLDER \
         --mpp-llava FOLDER --llama-pipeline-parallel FOLDER --chatglm-finetuning FOLDER \
-        --huggingface-utils FOLDER --qlora-pipe FOLDER --huggingface-utils-vit FOLDER \
+        --huggingface-utils FOLDER --qlora-pipe FOLDER --huggingface-utils-vit FOLDER --gdgpt-bloom FOLDER \
         [--mode plain madpipe warm-up] [--zero 0 1] [--ranks 2]
 
 Each FOLDER is a checkout of the public repository, whose own model code runs here on random text, tiny; nothing is
-downloaded. The LLaMA pipelines, ChatGLM and T5 need ``transformers==4.34.1``. Losses are compared with plain
-DeepSpeed's: of the steps; after a checkpoint is saved, of an evaluation and two steps; after it is loaded
-again, of two steps and an evaluation.
+downloaded. The LLaMA pipelines, ChatGLM and T5 need ``transformers==4.34.1``, BLOOM 4.37.2. Losses are compared
+with plain DeepSpeed's: of the steps; after a checkpoint is saved, of an evaluation and two steps; after it is
+loaded again, of two steps and an evaluation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 NAMES = [
     "gpt-neox", "megatron-deepspeed", "transpeeder", "gdgpt", "diffusion-pipe", "gpt-lite", "alexnet",
     "mpp-llava", "llama-pipeline-parallel", "chatglm-finetuning", "huggingface-utils", "qlora-pipe",
-    "huggingface-utils-vit",
+    "huggingface-utils-vit", "gdgpt-bloom",
 ]  # fmt: skip
 MODES = ["plain", "madpipe", "warm-up"]
 NUM_AFTER = 6

@@ -131,6 +131,20 @@ def gdgpt(folder: Path, num_steps: int) -> Built:
     return module, data
 
 
+def gdgpt_bloom(folder: Path, num_steps: int) -> Built:
+    """CoinCheung/gdGPT: BLOOM; layers that are compiled, a ``forward`` that is set in each, ties (Apache-2.0)."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    bloom = _loaded("gdgpt_bloom", folder / "models" / "bloom.py")
+    config = bloom.BloomConfig(vocab_size=VOCABULARY, hidden_size=HIDDEN, n_layer=NUM_LAYERS, n_head=HEADS)
+    layers = bloom.get_bloom_causal_lm_specs(config, load_path="", tie_emb=True, from_scratch=True)
+    world = torch.distributed.get_world_size()
+    module = PipelineModule(layers, loss_fn=_next_token_loss, num_stages=world)
+    data = [
+        (torch.stack([text[:, :-1], torch.ones_like(text[:, :-1])], -1), text[:, 1:]) for text in tokens(num_steps)
+    ]
+    return module, data
+
+
 def _next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), labels.reshape(-1))
 
@@ -564,4 +578,5 @@ STRANGERS: dict[str, Callable[[Path, int], Built]] = {
     "huggingface-utils": huggingface_utils,
     "qlora-pipe": qlora_pipe,
     "huggingface-utils-vit": huggingface_utils_vit,
+    "gdgpt-bloom": gdgpt_bloom,
 }
