@@ -140,8 +140,8 @@ def called_as_written(target: nn.Module) -> Iterator[None]:
 def outside_pipeline(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The LightningModule and its submodules but for the pipeline's layers, with their names."""
     pipeline = pipeline_of(module)
-    skipped = set() if pipeline is None else set(pipeline.elsewhere.inside)
-    skipped.update(filter(None, (module._modules.get(PIPELINE),)))
+    skipped = set[int]() if pipeline is None else set(pipeline.elsewhere.ids_inside)
+    skipped.add(id(module._modules.get(PIPELINE)))
     yield from _walk("", module, skipped)
 
 
@@ -156,11 +156,11 @@ def named_owners(module: Any) -> dict[str, Any]:
     return {"self": module, **callbacks, **dict(more)}
 
 
-def _walk(path: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    seen.add(module)
+def _walk(path: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    seen.add(id(module))
     yield path, module
     for name, child in module._modules.items():
-        if child is not None and child not in seen:
+        if child is not None and id(child) not in seen:
             yield from _walk(f"{path}.{name}" if path else name, child, seen)
 
 

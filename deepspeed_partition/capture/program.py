@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -192,7 +193,7 @@ def _context(context: tuple[Any, ...]) -> Iterator[None]:
 
 
 def _device_of(module: nn.Module, given: Sequence[Any]) -> torch.device:
-    for tensor in (*module.parameters(), *given):
+    for tensor in chain(module.parameters(), given):  # all parameters of a large layer would take a while to list
         return tensor.device
     return torch.device("cpu")
 

@@ -290,6 +290,7 @@ class Elsewhere:
             for table, name, tensor in _tensors(part)
             if id(tensor) in of_tensors
         ]
+        self._ids_inside = frozenset(map(id, self._owners))
         self.keeps_modes = False
         """Whether a batch is evaluated in the modes that the user's module has, whatever these are."""
         self.sentence = DURING_A_RUN
@@ -299,6 +300,13 @@ class Elsewhere:
     def inside(self) -> Mapping[nn.Module, Any]:
         """The modules that layers consist of; those that a ``LayerSpec`` builds are not among them."""
         return self._owners
+
+    @property
+    def ids_inside(self) -> frozenset[int]:
+        """The identities of the modules that layers consist of."""
+        if len(self._ids_inside) != len(self._owners):  # some are no more, and others may have their identities
+            self._ids_inside = frozenset(map(id, self._owners))
+        return self._ids_inside
 
     def take_over_modes(self, mode: bool = True) -> nn.Module:
         """Stand for ``train()`` of the pipeline: layers of the user's module keep the modes that they have there.

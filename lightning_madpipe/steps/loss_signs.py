@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,8 @@ MOST_TIMES_NEW = 16
 """How often a number under a new name gives a batch up: steps may have a name for each batch."""
 MOST_VALUES = 16
 """Values of one string attribute that are told apart."""
+SIGNS = (int, float, str, NoneType)
+"""The types of attributes that are looked at; each step asks, and a union of types takes longer than a tuple."""
 STEPS_BEFORE_AN_EPOCH = 64
 """Steps since the last trial, after which the first step of an epoch is tried."""
 
@@ -218,12 +221,12 @@ class Attributes:
             if isinstance(owner, Metric):
                 continue
             for name, value in vars(owner).items():
-                if isinstance(value, bool | int | float | str | None) and name not in self._ignored:
+                if isinstance(value, SIGNS) and name not in self._ignored:
                     yield f"{path}.{name}", value
         for place, value in () if self._beside is None else self._beside.places():
-            if isinstance(value, bool | int | float | str | None):
+            if isinstance(value, SIGNS):
                 yield f"beside {place}", value
         for name, each in reached_objects(self._module, self._ignored, self._beside).items():
             for key, value in (attributes_of(each) or {}).items():
-                if isinstance(value, bool | int | float | str | None):
+                if isinstance(value, SIGNS):
                     yield f"{name}.{key}", value

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapp
 from contextlib import contextmanager
 from contextvars import ContextVar
 from io import IOBase
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, NoneType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -117,6 +117,11 @@ _KEPT: WeakValueDictionary[int, Replayed] = WeakValueDictionary()
 def _replayed(iterator: Iterator[Any], name: str) -> Replayed:
     """What gives the items of an iterator again, the same wherever that stands; it keeps it, and its identity."""
     return _KEPT.setdefault(id(iterator), Replayed(iterator, name))
+
+
+_SOURCES = (*GENERATORS, Replayed)
+_PLAIN = (int, float, str, bytes, NoneType, Tensor)
+"""What leads to no generator. Tuples, because each step asks this often: unions of types take longer."""
 
 
 def _state_of(source: Any) -> Any:
@@ -322,12 +327,12 @@ class _Search:
         Args:
             holder: A table in which another value can be put into the place of this one, and its key there.
         """
-        if isinstance(value, bool | int | float | str | bytes | Tensor | None):
+        if isinstance(value, _PLAIN):
             return
         if holder is not None and self._keeps_items and _gives_items(value):
             table, key = holder
             value = table[key] = _replayed(value, name)
-        if isinstance(value, (*GENERATORS, Replayed)):
+        if isinstance(value, _SOURCES):
             if id(value) not in self._seen:
                 self._seen.add(id(value))
                 self.found[name if name not in self.found else f"{name} {len(self.found)}"] = value

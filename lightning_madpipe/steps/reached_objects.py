@@ -71,11 +71,11 @@ class ReachedObjects:
             if children is not None:
                 num_visited += 1
                 self._seen.add(id(value))
-                todo.extend(child for child in children if type(child[1]) not in _PLAIN)
+                todo.extend(children)
 
     def _children(self, name: str, value: Any) -> Iterable[tuple[str, Any]] | None:
-        """What is in a value, by name; None where there is nothing to look for."""
-        if isinstance(value, _OTHERS):
+        """What is in a value and may lead to objects, by name; None where there is nothing to look for."""
+        if _is_other(value):
             return None
         found: list[tuple[str, Any]] = []
         if isinstance(value, dict):
@@ -84,9 +84,14 @@ class ReachedObjects:
             found += [
                 (f"{name}[{key!r}]" if type(key) in _PLAIN else f"{name}[key {place}]", child)
                 for place, (key, child) in enumerate(members)
+                if type(child) not in _PLAIN
             ]
         elif isinstance(value, list | tuple | deque):
-            found += [(f"{name}[{place}]", child) for place, child in enumerate(islice(value, MOST_MEMBERS))]
+            found += [
+                (f"{name}[{place}]", child)
+                for place, child in enumerate(islice(value, MOST_MEMBERS))
+                if type(child) not in _PLAIN
+            ]
         elif isinstance(value, MethodType):
             return [(f"{name}.__self__", value.__self__)]
         elif isinstance(value, partial):
@@ -97,7 +102,7 @@ class ReachedObjects:
         if not _is_record(value):
             self.by_name[name] = value
             self._note_code(value if isinstance(value, FunctionType) else type(value))
-        return [*found, *((f"{name}.{key}", child) for key, child in table.items())]
+        return [*found, *((f"{name}.{key}", child) for key, child in table.items() if type(child) not in _PLAIN)]
 
 
 def attributes_of(value: Any) -> MutableMapping[str, Any] | None:
@@ -105,7 +110,7 @@ def attributes_of(value: Any) -> MutableMapping[str, Any] | None:
     kind: Any = type(value)
     if isinstance(value, FunctionType):
         return None if is_librarys(value) else vars(value)
-    if isinstance(value, _OTHERS) or not _is_followed(kind):
+    if _is_other(value) or not _is_followed(kind):
         return None
     slots, table = slots_of(kind), attribute_of(value, "__dict__")
     if slots:
@@ -116,6 +121,18 @@ def attributes_of(value: Any) -> MutableMapping[str, Any] | None:
 def _is_record(value: Any) -> bool:
     """Whether this is a dataclass with a dict, which is looked into like one wherever it stands."""
     return is_dataclass(value) and isinstance(attribute_of(value, "__dict__"), dict)
+
+
+def _is_other(value: Any) -> bool:
+    """Whether this is no object of a step. Each step asks that of many."""
+    kind: Any = type(value)
+    # A proxy says that it is of the class of what it stands for.
+    return _are_others(kind) or (attribute_of(value, "__class__") is not kind and isinstance(value, _OTHERS))
+
+
+@cache
+def _are_others(kind: type) -> bool:
+    return issubclass(kind, _OTHERS)
 
 
 @cache

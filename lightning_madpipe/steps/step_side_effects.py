@@ -35,6 +35,7 @@ from lightning_madpipe.steps.reached_objects import ReachedObjects, attributes_o
 
 PLAIN = frozenset((bool, bytes, complex, float, int, str, NoneType))
 """Types whose values never change."""
+_MISSING = object()
 
 
 class Place(NamedTuple):
@@ -138,13 +139,21 @@ class Leftovers:
             beside.begin(undoable=undoable)
         self.objects: Mapping[str, Any] = reached_objects(module, self.ignored, beside)
         """The objects that are looked into, by name."""
+        self._plain: dict[str, dict[str, Any]] = {}
+        """Of each of them the attributes as they were whose values cannot change themselves."""
         self._known = set(map(id, self.objects.values()))
         self._note_opaque(memo, lambda _: True)
         self._look_beside(beside, undoable, may_be_undone)
 
     def _look_beside(self, beside: Beside | None, undoable: bool, may_be_undone: bool) -> None:
         """Look at what is beside the module, and at the attributes of objects."""
+        for name, value in self.objects.items():
+            table = attributes_of(value) or {}
+            self._plain[name] = {key: each for key, each in table.items() if type(each) in PLAIN}
         for place, value in (*(() if beside is None else beside.places()), *self._object_places()):
+            if type(value) in PLAIN:
+                self._before[place] = Seen(value)
+                continue
             within: dict[int, Seen] = {}
             kind = "whole" if beside is None else beside.look(place, value)
             copies = undoable and kind == "whole"
@@ -159,10 +168,30 @@ class Leftovers:
             )
 
     def _object_places(self) -> Iterator[tuple[Place, Any]]:
+        """The attributes of objects, but for plain values that are what they were, as most are."""
         for name, value in self.objects.items():
+            plain = self._plain[name]
             for key, attribute in (attributes_of(value) or {}).items():
+                if key in plain and plain[key] is attribute:
+                    continue
                 if isinstance(key, str) and not isinstance(attribute, nn.Module):
                     yield Place(name, "object", key), attribute
+
+    def _gone_from_objects(self) -> Iterator[Place]:
+        """The attributes of objects that had a plain value and are no more, or are a module now."""
+        for name, plain in self._plain.items():
+            table = attributes_of(self.objects[name]) or {}
+            for key, was in plain.items():
+                value = table.get(key, _MISSING) if isinstance(key, str) else was
+                if value is not was and (value is _MISSING or isinstance(value, nn.Module)):
+                    yield Place(name, "object", key)
+
+    def _was(self, place: Place) -> Seen | None:
+        """What was at a place; None where there was nothing."""
+        seen = self._before.get(place)
+        if seen is None and place.kind == "object" and place.name in self._plain.get(place.owner, ()):
+            return Seen(self._plain[place.owner][place.name])
+        return seen
 
     def _note_opaque(self, memo: dict[int, Seen], is_wanted: Callable[[Any], bool]) -> None:
         """Note what is held by objects that are neither sent nor undone, to say that a step changes one."""
@@ -190,10 +219,11 @@ class Leftovers:
             now.update(self._beside.places())
         now.update(self._object_places())
         gone = [Change(place, "delete") for place in self._before if place not in now and place not in hidden]
+        gone += [Change(place, "delete") for place in self._gone_from_objects()]
         if is_looked_at is not None:
             gone = [change for change in gone if is_looked_at(change.place, None)]
             now = {place: value for place, value in now.items() if is_looked_at(place, value)}
-        differences = (_difference(place, self._before.get(place), value) for place, value in now.items())
+        differences = (_difference(place, self._was(place), value) for place, value in now.items())
         found = gone + [change for change in differences if change is not None]
         for place in {change.place for change in found}:
             if place.kind in ("beside", "object") and self._beside is not None:
@@ -220,8 +250,7 @@ class Leftovers:
         """
         for change in filter(is_wanted, self.changes()):
             table = _table(self._module, change.place, self._beside, self.objects)
-            if change.place in self._before:
-                seen = self._before[change.place]
+            if (seen := self._was(change.place)) is not None:
                 if change.place.kind in ("beside", "object") and change.kind == "refill" and seen.contents is None:
                     warn_once(
                         f"beside/{change.place}",
@@ -322,6 +351,8 @@ def look(value: Any, copies: bool, memo: dict[int, Seen], *, copied: bool | None
         copies: Whether to copy the tensors within it.
         copied: Whether to copy it, if it is a tensor; left out: as ``copies`` says.
     """
+    if type(value) in PLAIN:
+        return Seen(value)
     if id(value) in memo:
         return memo[id(value)]
     seen = memo[id(value)] = Seen(value)
@@ -398,7 +429,7 @@ def _is_same(seen: Seen, value: Any, visited: set[int]) -> bool:
         return True  # the environment makes a new string whenever it is read
     if value is not seen.value:
         return False
-    if id(value) in visited or isinstance(value, nn.Parameter):
+    if type(value) in PLAIN or id(value) in visited or isinstance(value, nn.Parameter):
         return True
     visited.add(id(value))
     known = seen.contents

@@ -87,6 +87,21 @@ def test_layers_do_what_the_model_does(name):
     assert model.state_dict().keys() == before.keys()
 
 
+def test_a_layer_lists_no_more_weights_than_it_asks_for():
+    """Each run of a layer listed all of its weights to know its device: an eighth of a small model's step."""
+    layers, listed = captured_layers(networks.MinimalGPT(), words(3, 9), words(3, 9)), []
+
+    def listing(module: nn.Module, *args: Any) -> Any:
+        for weight in parameters(module, *args):
+            listed.append(weight)
+            yield weight
+
+    parameters = nn.Module.parameters
+    with patch.object(nn.Module, "parameters", listing):
+        run_in_order(layers, words(3, 9), words(3, 9))
+    assert len(layers) <= len(listed) <= 2 * len(layers)  # for its device, and for its type
+
+
 def test_captured_in_evaluation_and_trained():
     torch.manual_seed(0)
     model = networks.Skip().eval()

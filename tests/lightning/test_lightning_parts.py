@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import math
 import random
@@ -21,13 +22,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytorch_lightning.callbacks import LearningRateMonitor
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 import lightning_madpipe
 from deepspeed_partition.engine.repartition.parameter_groups import EveryGroup
 from deepspeed_partition.options import Options
 from lightning_madpipe.compat.elsewhere import Elsewhere, ElsewhereError
 from lightning_madpipe.compat.unsupported import notes_on
-from lightning_madpipe.module import find_layers
+from lightning_madpipe.module import find_layers, outside_pipeline
 from lightning_madpipe.planning import why_left_out
 from lightning_madpipe.settings import checked_settings
 from lightning_madpipe.steps.batches import (
@@ -188,6 +190,29 @@ def test_layers_of_other_ranks_keep_their_places_and_cannot_be_read() -> None:
     elsewhere.show()
     assert dict(module.named_parameters()) == whole
     assert module(torch.zeros(2, 8)).shape == (2, 4)
+
+
+def test_a_module_that_takes_the_place_of_a_part_is_no_part_of_a_layer() -> None:
+    """Parts are known by their identities, which Python gives away again."""
+    module = Classifier()
+    elsewhere = Elsewhere(module, HalfAPipeline(find_layers(module).layers, held=(0,)))
+    assert (
+        elsewhere.ids_inside == set(map(id, elsewhere.inside))
+        and id(module.blocks[3].linear) in elsewhere.ids_inside
+    )
+    gone = id(module.blocks[3].linear)
+    module.blocks[3].linear = None
+    gc.collect()
+    assert gone not in elsewhere.ids_inside and elsewhere.ids_inside == set(map(id, elsewhere.inside))
+
+
+def test_what_is_beside_layers_is_found_without_a_look_at_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step asks a dozen times, and each time a set was made of all parts of all layers."""
+    module = Classifier()
+    elsewhere = Elsewhere(module, HalfAPipeline(find_layers(module).layers, held=(0,)))
+    vars(module)["_madpipe"] = SimpleNamespace(pipeline=SimpleNamespace(elsewhere=elsewhere))
+    monkeypatch.setattr(WeakIdKeyDictionary, "__iter__", lambda _: pytest.fail("all parts are looked at"))
+    assert [name for name, _ in outside_pipeline(module)] == ["", "blocks"]
 
 
 def test_a_tensor_that_stands_beside_its_layer_is_hidden_with_it() -> None:
