@@ -20,8 +20,8 @@ def search_alone(request):
     annealing.MOST_STEPS = 300
     if not request.module.__name__.endswith("test_exact_step"):
         exact_step.MOST_OPERATIONS = 0
-        if not request.module.__name__.endswith("test_interleaving"):
-            step_search.MOST_OPERATIONS_POLISHED = 20_000
+        is_of_orders = request.module.__name__.endswith("test_interleaving")
+        step_search.MOST_OPERATIONS_POLISHED = 200_000 if is_of_orders else 20_000
     yield
     exact_step.MOST_OPERATIONS, step_search.MOST_OPERATIONS_POLISHED, annealing.MOST_STEPS = most
 
