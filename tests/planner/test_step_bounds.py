@@ -173,6 +173,16 @@ def test_the_last_micro_batch_goes_over_all_boundaries() -> None:
     assert bound_of(problem_of(made, platform), 2) == plan.step_seconds == way + 8
 
 
+def test_all_boundaries_together_leave_time_for_the_turn_of_each_stage() -> None:
+    """Boundaries that are cheap before a stage, and others that are cheap behind it, are not the same ones."""
+    ticks = [2, 2, 2, 4, 2, 4, 1]
+    made = chain(ticks, [2 * each for each in ticks], outputs=[3, 3, 4, 1, 2, 3, 4], stash=[0] * 7)
+    platform = Platform(num_devices=3, memory_bytes=1000, bandwidth=1)
+    assert bound_of(problem_of(made, platform), 3) == 92  # 87 where each stage has its own
+    plan = plan_of(made, platform, 3)
+    assert plan.step_seconds == 92 and plan.boundaries == [0, 2, 4, 6, 7] and plan.step_proved
+
+
 def test_two_micro_batches_without_room_for_both() -> None:
     """Each holds 60 bytes at the end of the chain, and both devices have 70: one waits for the other."""
     made = chain([1] * 6, [2] * 6, stash=[10] * 6)

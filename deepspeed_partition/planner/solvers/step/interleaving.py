@@ -5,9 +5,11 @@ Patterns of devices, for v stages per device:
     round robin       0 1 2 3 0 1 2 3        Megatron-LM (D. Narayanan et al., 2021, section 2.2)
     there and back    0 1 2 3 3 2 1 0        zero-bubble's V (P. Qi et al., 2023); repeated, the waves of Hanayo
                                              (Z. Liu et al., 2023)
+    and one more      0 1 2 3 0 1 2 3 0      the last layers go back to the first device
 
 Cuts give each stage as many layers, or time in the proportions of a few sequences of rounds; ``balanced`` then
-moves layers from the busiest device.
+moves layers from the busiest device. The last device begins last and ends first, so a head there makes the step
+longer by m times its ticks; on the first device it takes the time in which the others wait for fill and drain.
 
 Method: enumeration, and hill climbing on the busiest device's time; an addition to the papers. Cost: O(S^2)
 for each move of a layer between two of S stages, and at most ``MOST_MOVES`` moves.
@@ -40,7 +42,7 @@ def interleaved(problem: Problem, ended: Callable[[], bool] = lambda: False) -> 
     seen: set[Placement] = set()
     for per_device in range(2, MOST_STAGES_PER_DEVICE + 1):
         if num_devices == 1 or per_device * num_devices > size:
-            return
+            break
         there = list(range(num_devices))
         for devices in (there * per_device, [*there, *there[::-1]] * (per_device // 2) + there * (per_device % 2)):
             for cuts in _cuts(problem, per_device):
@@ -50,6 +52,14 @@ def interleaved(problem: Problem, ended: Callable[[], bool] = lambda: False) -> 
                 if placement not in seen:
                     seen.add(placement)
                     yield placement
+    for per_device in range(1, MOST_STAGES_PER_DEVICE + 1):
+        for cuts in _cuts_with_one_more(problem, per_device):
+            if ended():
+                return
+            placement = Placement.of(cuts, [*list(range(num_devices)) * per_device, 0])
+            if placement not in seen:
+                seen.add(placement)
+                yield placement
 
 
 def balanced(problem: Problem, placement: Placement, ended: Callable[[], bool] = lambda: False) -> Placement:
@@ -140,6 +150,21 @@ def _cuts_in_a_row(size: int, num_stages: int) -> Iterator[tuple[int, ...]]:
     for each in dict.fromkeys((tuple(sizes), tuple(reversed(sizes)))):
         cuts = [0, *accumulate(each)]
         yield (0, *(cut + ends for cut in cuts[1:-1]), size)
+
+
+def _cuts_with_one_more(problem: Problem, per_device: int) -> Iterator[tuple[int, ...]]:
+    """Yield cuts into ``per_device`` rounds over all devices, and one more stage.
+
+    Rounds have as many layers in each stage, the embedding besides, and the last stage is the head; or each stage
+    has as much time, and the first and the last one share that of one.
+    """
+    size, num_stages = problem.chain.num_layers, per_device * problem.platform.num_devices
+    if num_stages + 1 > size or problem.platform.num_devices == 1:
+        return
+    if num_stages <= size - 2:
+        for cuts in _cuts_in_a_row(size, num_stages):
+            yield (*cuts[:-1], size - 1, size)
+    yield _cuts_by_time(problem, [1, *[2] * (num_stages - 1), 1])
 
 
 def _rounds(layers: int, per_device: int) -> Iterator[tuple[int, ...]]:

@@ -5,7 +5,8 @@ ticks of a tensor one way over all boundaries up to ``x(j)``, nothing is done fr
 ``F + S`` and the last ``B + S`` ticks of the step, in all ``C(x(j)) + 2 S(j)``, its *idle time*. In a step of T
 ticks:
 
-- each stage needs at most T: ``2 S(j) + X`` (``stage_needs.py``);
+- each stage needs at most T: ``2 S(j) + X``, and with the ticks over all boundaries together ``2 S(n - 1) + Y``
+  (``stage_needs.py``);
 - the j-th device to be reached begins at ``x(j)`` or behind it. All devices have ``q T`` ticks, so the idle time
   of ``x(j)`` is lost q - j times at least: it is at most ``(q T - m (U + R)) / (q - j)``, for U ticks of all
   layers, and R ticks that must run twice for lack of memory (Little's law);
@@ -37,6 +38,8 @@ MOST_WORK = 3 * 10**8
 """Most numbers that are looked at."""
 FEWEST, MOST = 12, 55
 """Fewest decisions with which a bisection is worth beginning, and the most that it takes."""
+ROUNDS = 3
+"""Number of times that boundaries are looked for in a decision, in the mean (``StageNeeds.total``)."""
 ROUNDING = 1e-9
 """Relative error that sums of bytes times ticks may have."""
 Integers = NDArray[np.int64]
@@ -45,8 +48,8 @@ Integers = NDArray[np.int64]
 def num_decisions(bounds: StepBounds) -> int:
     """Return how many decisions a bisection may take; 0 where they are too few to begin."""
     work = (3 * bounds.num_devices**2 // 2 + 1) * bounds.size**2  # fewer devices hardly ever have the time
-    decisions = min(MOST, MOST_WORK // work)
-    return decisions if decisions >= FEWEST else 0
+    decisions = MOST_WORK // work
+    return min(MOST, max(FEWEST, decisions // ROUNDS)) if decisions >= FEWEST else 0
 
 
 def least_from(low: int, may_take: Callable[[int], bool], decisions: int) -> int:
@@ -103,9 +106,12 @@ class SegmentBound:
     def may_take(self, T: int) -> bool:
         """Return whether some number of devices may do a step in T ticks."""
         needed = self.needs.within(T)
-        return any(self._may_take(T, count, needed) for count in range(self.num_devices, 0, -1))
+        total = self.needs.total_of_any(T, needed)
+        if total >= FAR:
+            return False
+        return any(self._may_take(T, count, needed, total) for count in range(self.num_devices, 0, -1))
 
-    def _may_take(self, T: int, count: int, needed: Integers) -> bool:
+    def _may_take(self, T: int, count: int, needed: Integers, total: int) -> bool:
         spare = count * T - self.m * int(self.C[-1])
         if spare < 0:
             return False
@@ -113,7 +119,9 @@ class SegmentBound:
         if again is None or spare < self.m * again:
             return False
         spare -= int(self.m * again)
-        return any(self._has_boundaries(T, count, number, spare, needed) for number in range(count, 2 * count))
+        return any(
+            self._has_boundaries(T, count, number, spare, needed, total) for number in range(count, 2 * count)
+        )
 
     def _again(self, T: int, count: int) -> float | None:
         """Return the ticks that must run twice for each micro-batch; None where there is no room even so."""
@@ -124,8 +132,17 @@ class SegmentBound:
             return None
         return float(np.interp(float(lacks), self.saved, self.twice)) * (1 - ROUNDING)
 
-    def _has_boundaries(self, T: int, count: int, number: int, spare: int, needed: Integers) -> bool:
-        """Return whether ``number`` stages may do; the largest number that is asked for stands for all beyond."""
+    def _has_boundaries(self, T: int, count: int, number: int, spare: int, needed: Integers, total: int) -> bool:
+        def least_total(needed: Integers) -> int:
+            return self._least_total(T, count, number, spare, needed)
+
+        return self.needs.total(T, needed, least_total, total) < FAR
+
+    def _least_total(self, T: int, count: int, number: int, spare: int, needed: Integers) -> int:
+        """Return the least ticks one way over all boundaries of ``number`` stages; ``FAR`` where none may do.
+
+        The largest number that is asked for stands for all beyond.
+        """
         least = np.full(self.size + 1, FAR, dtype=np.int64)
         least[0] = 0
         for index in range(number):
@@ -138,11 +155,11 @@ class SegmentBound:
                 rooms = np.maximum(T - self.C - 2 * np.minimum(least, FAR), 0)
                 least[self.m * (self.C[-1] - self.C) > left * rooms] = FAR
             if left == 1:
-                return bool((2 * least + needed[:, -1] <= T).any())
+                return int(least[2 * least + needed[:, -1] <= T].min(initial=FAR))
             least = self._next(T, least, needed)
             if least.min() >= FAR:
-                return False
-        return False
+                return FAR
+        return FAR
 
     def _next(self, T: int, least: Integers, needed: Integers) -> Integers:
         """Return the least ticks one way up to the end of one more stage."""

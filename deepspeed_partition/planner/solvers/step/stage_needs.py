@@ -16,6 +16,7 @@ Method: own; not in the papers. Cost: O(L^2) for each pair of ``stage_depths.py`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 FAR = np.iinfo(np.int64).max // 4
 """Ticks that no step has."""
+MOST_ROUNDS = 40
+"""Number of times that stages are left out for what all boundaries take."""
 NUM_ROWS = 256
 """Number of first layers whose stages are looked at together: tables of all take much memory."""
 Integers = NDArray[np.int64]
@@ -85,3 +88,36 @@ class StageNeeds:
                 after[start] = ways.min() + self.send[start]
         result: Integers = np.maximum(self.needed, self.turning + 2 * after[None, :])
         return result
+
+    def total(self, T: int, needed: Integers, least_total: Callable[[Integers], int], at_least: int = 0) -> int:
+        """Return the least ticks of a tensor one way over all boundaries of a step of T ticks; ``FAR``: none is.
+
+        Args:
+            needed: ticks that each stage needs, as ``within`` returns them.
+            least_total: returns the least ticks over all boundaries, of some that a step of T ticks may have where
+                stages need what it is given; ``FAR`` where there are none. They are never more for stages that
+                need less.
+            at_least: ticks over all boundaries, as far as that is known.
+        """
+        for _ in range(MOST_ROUNDS):
+            found = least_total(np.where(self.turning + 2 * at_least <= T, needed, FAR) if at_least else needed)
+            if found >= FAR or found <= at_least:
+                return found if found >= FAR else at_least
+            at_least = found
+        return at_least
+
+    def total_of_any(self, T: int, needed: Integers) -> int:
+        """Return the same of any number of stages, whatever their devices do."""
+
+        def least_total(needed: Integers) -> int:
+            least = np.full(self.size + 1, FAR, dtype=np.int64)
+            least[0] = 0
+            for start in np.flatnonzero(self.send >= 0)[:-1]:
+                if least[start] < FAR:
+                    further = slice(start + 1, None)
+                    fits = 2 * least[start] + needed[start, further] <= T
+                    reached = np.where(fits, least[start] + self.send[further], FAR)
+                    np.minimum(least[further], reached, out=least[further])
+            return int(least[-1])
+
+        return self.total(T, needed, least_total)

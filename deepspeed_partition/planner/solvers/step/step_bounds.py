@@ -366,7 +366,7 @@ class StepBounds:
         longest = self._longest() + 2 * int(self.send.sum()) * self.m
 
         def may_take(T: int) -> bool:
-            return self._has_partition(needs.within(T), T, most)
+            return self._has_partition(needs, T, most)
 
         if may_take(at_least) or not may_take(longest):
             return at_least
@@ -380,10 +380,10 @@ class StepBounds:
             return None
         needs = StageNeeds(self, constraints.allowed(self.problem.table))
         longest = self._longest() + 2 * int(self.send.sum()) * self.m
-        if not self._has_partition(needs.within(longest), longest, most):
+        if not self._has_partition(needs, longest, most):
             return None
         work = self.m * int(self.C[-1]) // self.num_devices
-        T = least_from(work, lambda T: self._has_partition(needs.within(T), T, most), FEW_DECISIONS)
+        T = least_from(work, lambda T: self._has_partition(needs, T, most), FEW_DECISIONS)
         while True:
             needed = needs.within(T)
             least = self._least_ways(needed, T, most)
@@ -400,10 +400,14 @@ class StepBounds:
             cuts.append(int(ways.argmin()))
         return tuple(reversed(cuts))
 
-    def _has_partition(self, needed: Integers, T: int, most: int) -> bool:
+    def _has_partition(self, needs: StageNeeds, T: int, most: int) -> bool:
         """Return whether some partition has stages that all need at most T ticks."""
         counts = self.problem.constraints.counts(self.size)
-        return bool((self._least_ways(needed, T, most)[counts.start : counts.stop, self.size] < FAR).any())
+
+        def least_total(needed: Integers) -> int:
+            return int(self._least_ways(needed, T, most)[counts.start : counts.stop, self.size].min(initial=FAR))
+
+        return needs.total(T, needs.within(T), least_total) < FAR
 
     def _least_ways(self, needed: Integers, T: int, most: int) -> Integers:
         """Return the least ticks, one way, over the cuts before and at layer l, by the stages so far; [q, l]."""

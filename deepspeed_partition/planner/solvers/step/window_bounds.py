@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_partition.planner.solvers.step.segment_bounds import least_from
+from deepspeed_partition.planner.solvers.step.segment_bounds import ROUNDS, least_from
 from deepspeed_partition.planner.solvers.step.stage_needs import FAR
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ FIRST_RATIO, SECOND_RATIO = 1.25, 1.02
 """T up to which boundaries are allowed, over the bound so far: in the first and the second round of prices."""
 STEP, DECAY = 0.5, 0.92
 """Length of the first subgradient step, and by how much the next one is shorter."""
+OVERHEAD = 5000
+"""Numbers whose sum takes as long as to begin with a layer."""
 ROUNDING = 1e-9
 """Relative error that sums of ticks in floating point may have."""
 Floats = NDArray[np.float64]
@@ -66,9 +68,10 @@ class WindowBound:
 
     def least(self, at_least: int) -> int:
         """Return ticks than which no step is shorter; never less than ``at_least``."""
-        decisions = min(MOST_DECISIONS, MOST_WORK // (8 * self.size**2 + 1))
-        if decisions < FEWEST:
+        if MOST_WORK // (8 * self.size**2 + 1) < FEWEST:
             return at_least
+        work = ROUNDS * self.size * (8 * self.size + OVERHEAD)
+        decisions = min(MOST_DECISIONS, max(FEWEST, MOST_WORK // work))
         bound = at_least
         longest = FAR // (2 * self.num_devices)
         if at_least >= longest or self._reached(longest) is None:
@@ -81,10 +84,19 @@ class WindowBound:
 
     def _reached(self, T: int) -> NDArray[np.bool_] | None:
         """Return which stages may follow from layer 0 on, [k, l]; None where they do not come to the end."""
+        stages = np.zeros((self.size + 1, self.size + 1), dtype=np.bool_)
+
+        def least_total(needed: Integers) -> int:
+            return self._mark(T, needed, stages)
+
+        return stages if self.needs.total(T, self.needs.within(T), least_total) < FAR else None
+
+    def _mark(self, T: int, needed: Integers, stages: NDArray[np.bool_]) -> int:
+        """Write down which stages may follow from layer 0 on; return the least ticks over all boundaries."""
         least = np.full(self.size + 1, FAR, dtype=np.int64)
         least[0] = 0
-        stages = np.zeros((self.size + 1, self.size + 1), dtype=np.bool_)
-        others, needed = self.num_devices - 1, self.needs.within(T)
+        stages[:] = False
+        others = self.num_devices - 1
         for start in range(self.size):
             if least[start] >= FAR:
                 continue
@@ -98,7 +110,7 @@ class WindowBound:
             may = (2 * so_far + needed[start, behind] <= T) & (others * idle <= left)
             stages[start, behind] = may
             np.minimum(least[behind], np.where(may, one_way, FAR), out=least[behind])
-        return stages if least[-1] < FAR else None
+        return int(least[-1])
 
     def _by_prices(self, bound: int) -> int:
         """Return ticks than which no step is shorter, by the inequalities of all P devices."""
