@@ -183,6 +183,25 @@ def test_all_boundaries_together_leave_time_for_the_turn_of_each_stage() -> None
     assert plan.step_seconds == 92 and plan.boundaries == [0, 2, 4, 6, 7] and plan.step_proved
 
 
+def test_a_stage_waits_in_fill_and_drain_for_lack_of_memory() -> None:
+    """Room for two micro-batches: device 0 has run two forwards (8) when the first gradient comes back (15)."""
+    made = chain([4, 3], [8, 6], outputs=[1, 0], stash=[20, 20])
+    platform = Platform(num_devices=2, memory_bytes=60, bandwidth=1)
+    plan = plan_of(made, platform, 6, recompute="never")
+    fill, drain = (4 + 1 + 9 + 1) - 2 * 4, (1 + 9 + 1 + 8) - 2 * 8
+    assert plan.step_seconds == bound_of(problem_of(made, platform), 6) == 6 * 12 + fill + drain
+
+
+def test_a_stage_waits_in_the_fill_for_a_slow_link() -> None:
+    """A micro-batch comes to device 1 each 4 s, and its forward takes 2 s, for 12 s before its first backward."""
+    made = chain([1, 2, 4], [1, 10, 6], outputs=[4, 0, 0], stash=[0] * 3)
+    platform = Platform(num_devices=3, memory_bytes=1000, bandwidth=1)
+    waits = 12 - (1 + 12 / 4) * 2
+    assert 2 + 2 * 4 + 8 * 12 + waits == 110
+    assert bound_of(problem_of(made, platform), 8) + 1e-6 >= 110
+    assert bound_of(problem_of(made, platform), 8) <= plan_of(made, platform, 8).step_seconds == 112
+
+
 def test_two_micro_batches_without_room_for_both() -> None:
     """Each holds 60 bytes at the end of the chain, and both devices have 70: one waits for the other."""
     made = chain([1] * 6, [2] * 6, stash=[10] * 6)

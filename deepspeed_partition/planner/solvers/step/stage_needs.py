@@ -7,9 +7,20 @@ the boundary behind l and all further ones, a step takes at least
     2 S + turning(k, l) + 2 A       its turn
 
 A turn is the way of the last micro-batch whose forward it runs, or of the first whose backward it runs: to the end
-of the chain and back, besides all forwards, or all backwards, of the stage. A link has a turn, too: one tensor
-after the other goes over it. A is not known while boundaries are chosen from the first layer on, but it is at
-least the least one over those that a step of T ticks may have (``StageNeeds.within``).
+of the chain and back. A link has a turn, too: one tensor after the other goes over it. A is not known while
+boundaries are chosen from the first layer on, but it is at least the least one over those that a step of T ticks
+may have (``StageNeeds.within``). And S and A together are the ticks over *all* boundaries, whatever the stage. So
+where all choices of boundaries that a step of T ticks may have take ``total`` ticks at least, none has a stage
+with ``2 total + turning(k, l) > T``; without these stages the least total may be larger, until nothing changes
+(``total``).
+
+Besides its work, a stage waits. There are D ticks or more from the begin of its first forward to that of its first
+backward: its forward, and the way to the end and back. By then it has begun at most K forwards: no more than it
+may have in flight, g, nor than come over the link before it, ``1 + D / send``. The others, and all backwards, come
+later: it waits ``D - K f`` ticks in the fill. As well in the drain, seen from the end of the step: ``D' - K' b``,
+with D' ticks from the end of the last forward to that of the last backward, when at most g backwards have yet to
+end. If g < m, the last forward begins behind the first D ticks, so both spans of time are apart, and it waits in
+both. Other stages of the device may run meanwhile; that does not help this one.
 
 Method: own; not in the papers. Cost: O(L^2) for each pair of ``stage_depths.py``, and for each T.
 """
@@ -30,6 +41,8 @@ if TYPE_CHECKING:
 
 FAR = np.iinfo(np.int64).max // 4
 """Ticks that no step has."""
+ROUNDING = 1e-9
+"""Relative error of ticks in floating point."""
 MOST_ROUNDS = 40
 """Number of times that stages are left out for what all boundaries take."""
 NUM_ROWS = 256
@@ -47,7 +60,7 @@ class StageNeeds:
 
     def __init__(self, bounds: StepBounds, allowed: NDArray[np.bool_]) -> None:
         m, C = bounds.m, bounds.C
-        self.size = bounds.size
+        self.m, self.size = m, bounds.size
         self.send: Integers = np.array([*bounds.send, 0], dtype=np.int64)
         """Ticks of a tensor over the boundary before each layer, one way; 0 at both ends of the chain."""
         rest = (C[-1] - C)[None, :]
@@ -60,13 +73,14 @@ class StageNeeds:
                 before, most = C[rows, None], depths[rows]
                 f, b = bounds.F[None, :] - bounds.F[rows, None], bounds.B[None, :] - bounds.B[rows, None]
                 again = b + extras[rows]
-                work = m * (f + again) + (behind if bounds.flushes_once else 0)
-                turn = np.maximum(m * f + again, f + m * again)
+                flush = behind if bounds.flushes_once else 0
                 turns = -(-m // np.maximum(1, most))
-                needs = np.maximum(np.maximum(work, turn + behind), turns * (f + again + behind))
                 may = (most >= 1) & allowed[rows]
+                waits = self._waits(rows, f, again, most, rest, behind)
+                work = m * (f + again)
+                needs = np.maximum(work + np.maximum(waits[0], flush), turns * (f + again + behind))
                 np.minimum(needed[rows], before + needs, out=needed[rows], where=may)
-                way = np.maximum(turn + rest, turns * (f + again + rest))
+                way = np.maximum(work + waits[1], turns * (f + again + rest))
                 np.minimum(turning[rows], before + way, out=turning[rows], where=may)
         np.maximum(needed, (C + bounds.on_link * self.send)[None, :], out=needed)
         np.maximum(needed, C[:, None] + ticks_of_stages(bounds), out=needed)
@@ -75,6 +89,33 @@ class StageNeeds:
         np.maximum(turning, link[None, :], out=turning)
         self.needed: Integers = needed
         self.turning: Integers = turning
+
+    def _waits(
+        self, rows: slice, f: Integers, again: Integers, most: Integers, rest: Integers, behind: Integers
+    ) -> tuple[Integers, Integers]:
+        """Return the ticks in which a stage waits, with the boundary behind it, and without transfers; [k, l].
+
+        Args:
+            f, again: ticks of a forward and of a backward, with what runs twice.
+            most: most micro-batches in flight.
+            rest, behind: ticks from the end of the stage to the end of the chain and back, without transfers, and
+                with those over the boundary behind it.
+        """
+        link = self.send[rows, None].astype(float)
+        fills: list[Integers] = []
+        drains: list[Integers] = []
+        for way in (behind, rest):
+            for ticks, found in ((f, fills), (again, drains)):
+                whole = ticks + way
+                by_link = whole * (1 - np.divide(ticks, link, out=np.ones(ticks.shape), where=link > 0)) - ticks
+                by_link = np.floor(by_link * (1 - ROUNDING)).astype(np.int64)
+                # With more transfers behind it, what a link makes it wait grows by less: it is left out there.
+                found.append(whole - most * ticks if way is rest else np.maximum(whole - most * ticks, by_link))
+        both = most < self.m
+        fill, drain = (np.maximum(found[0], 0) for found in (fills, drains))
+        alone = np.where(both, fill + drain, np.maximum(fill, drain))
+        with_fill, with_drain = fills[1] + np.where(both, drain, 0), drains[1] + np.where(both, fill, 0)
+        return alone, np.maximum(with_fill, with_drain)
 
     def within(self, T: int) -> Integers:
         """Return the ticks of a step of at most T ticks for each stage, without transfers before it; [k, l]."""
