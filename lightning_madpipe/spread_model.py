@@ -24,6 +24,7 @@ from lightning_madpipe.checkpoint.whole_model import LayersOfUser, can_be_whole
 from lightning_madpipe.compat.callback_patches import whole_module
 from lightning_madpipe.compat.elsewhere import AFTER_A_RUN, ON_RANK_ZERO, Elsewhere
 from lightning_madpipe.compat.namespace import Lightning
+from lightning_madpipe.compat.shared_buffers import SharedBuffers
 from lightning_madpipe.compat.state_dict_names import one_device_names
 from lightning_madpipe.module import (
     HOLDER,
@@ -73,6 +74,8 @@ class SpreadModel:
     def __init__(self, module: Any, lightning: Lightning, follow: Callable[[Any], None]) -> None:
         self.module, self._lightning, self._follow = module, lightning, follow
         self._copies: WeightCopies | None = None
+        self.buffers = SharedBuffers([])
+        """The buffers that layers share with the module, or with each other."""
 
     @property
     def copies(self) -> WeightCopies:
@@ -107,6 +110,7 @@ class SpreadModel:
             MisconfigurationException: the layers lie on the ranks of another pipeline, or are too few to train.
         """
         module, pipeline, call = self.module, self.pipeline, layers_of(self.module, captured)
+        self.buffers = SharedBuffers([module, *(layer for _, layer in call.existing_modules())])
         if pipeline is not None:
             if pipeline.num_stages == num_stages and has_layers(pipeline, call.layers):
                 exchange_layers(pipeline, call.layers)
@@ -129,6 +133,7 @@ class SpreadModel:
             except TooManyStagesError as error:
                 raise self._refusal_of(error) from None
         pipeline.call_of_module = call
+        self.buffers.share()  # which DeepSpeed's module has brought to its device
         pipeline.one_device_names = one_device_names(module, call)
         whole = whole_module(module, call)
         pipeline.whole_module = lambda: whole  # not as a child of the pipeline

@@ -464,8 +464,10 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         # An RNN reads its own weights when it is moved, also one that another rank runs; these are on the CPU.
         with self.pipeline.elsewhere.lifted() if self.root_device.type == "cpu" else nullcontext():
             module.to(self.root_device)
+        self._spread.buffers.share()
         self._keep_samplers(trainer)
         self._start_engine(trainer)
+        self._spread.buffers.share()
         self.model = module
         self._watch_dumps(trainer)
         if trainer.state.fn == "fit":
@@ -636,6 +638,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             self._distributes_data = None
         with in_reach(self.lightning_module):
             super().teardown()  # which moves the module to the CPU
+        self._spread.buffers.share()
 
     def gather_model(self) -> None:
         """Put the whole model on every rank, after a run that left each rank with its own layers. Collective.

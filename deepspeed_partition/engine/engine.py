@@ -174,7 +174,7 @@ class MadPipeEngine(ResumingEngine):
         self._pending = PendingPlan(self)
         self._layer_buffers: Buffers | None = None
         self._peak: PlannedPeak | None = None
-        of_fp16 = fp16_without_zero(kwargs["config_class"])
+        of_fp16 = fp16_without_zero(kwargs["config_class"], kwargs.get("optimizer"))
         if of_fp16 and getattr(kwargs["model"], "madpipe_cut", None) is not None:
             raise ValueError(of_fp16)  # before DeepSpeed speaks of the type, on devices that have none of it
         of_types = why_types_are_not_carried(kwargs["model"], kwargs["config_class"], kwargs.get("optimizer"))

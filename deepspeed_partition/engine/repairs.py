@@ -98,9 +98,14 @@ def warn_of_clipping(version: str, parts: Any) -> None:
         announce(TO_CLIP_ALIKE.format(version=version, parts=[int(cut) for cut in parts]), logging.WARNING)
 
 
-def fp16_without_zero(config: Any) -> str:
-    """Why a configuration with fp16 and without ZeRO does not train; empty for any other one."""
-    if not config.float16_config.enabled or config.zero_enabled:
+def fp16_without_zero(config: Any, optimizer: Any) -> str:
+    """Why a configuration with fp16 and without ZeRO does not train; empty for any other one, and to evaluate.
+
+    Args:
+        optimizer: that an engine is given; None: the configuration may name one.
+    """
+    trains = optimizer is not None or config.optimizer_name is not None
+    if not trains or not config.float16_config.enabled or config.zero_enabled:
         return ""
     return (
         f"fp16 without ZeRO does not train as it should: DeepSpeed {deepspeed.__version__} divides the gradients "

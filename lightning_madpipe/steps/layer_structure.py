@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_madpipe.module import PIPELINE
+
 
 class Structure:
     """The layers at their places in the user's module, and their frozen weights, as a run begins with them.
@@ -27,7 +29,9 @@ class Structure:
     ) -> None:
         self._wraps = wraps
         self._module, self._pipeline, self._engine, self._refusal = module, pipeline, engine, refusal
-        names = {part: path for path, part in module.named_modules() if path}
+        # What the pipeline calls its own parts, such as a tied weight, comes and goes with the layers of a rank.
+        own = f"{PIPELINE}."
+        names = {part: path for path, part in module.named_modules() if path and not path.startswith(own)}
         call = pipeline.call_of_module
         layers = [layer for _, layer in call.existing_modules()]
         if call.captured is not None:  # whose layers hold the user's modules, and are none

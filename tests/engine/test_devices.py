@@ -12,6 +12,7 @@ pytest.importorskip("torch")
 
 import torch
 
+from deepspeed_partition.engine import repairs
 from deepspeed_partition.engine.runtime import accelerator as devices
 from deepspeed_partition.engine.runtime import collectives, tracing
 from deepspeed_partition.engine.warmup import run_platform
@@ -211,6 +212,25 @@ def test_whether_a_device_is_through_with_its_work(accelerator, monkeypatch):
     accelerator("cuda").current_stream = lambda: stream
     queue = devices.DeviceQueue()
     assert [queue.is_through() for _ in range(3)] == [False, True, True]
+
+
+# What it computes in
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "name", "zero", "is_refused"),
+    [
+        ("Adam", None, False, True),
+        (None, "Adam", False, True),
+        (None, None, False, False),
+        ("Adam", None, True, False),
+    ],
+)
+def test_fp16_without_zero_is_refused_where_something_trains(optimizer, name, zero, is_refused):
+    """An evaluation needs no optimizer, and had been refused."""
+    enabled = SimpleNamespace(enabled=True)
+    config = SimpleNamespace(float16_config=enabled, zero_enabled=zero, optimizer_name=name)
+    assert bool(repairs.fp16_without_zero(config, optimizer)) == is_refused
 
 
 # Streams

@@ -19,6 +19,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from tests.choice import is_chosen
+from tests.engine import plans
 from tests.lightning import after_fit_cases
 from tests.lightning import lightning_cases as cases
 
@@ -1471,9 +1472,60 @@ def refused_modules(host: cases.Host) -> dict[str, Any]:
     return found
 
 
+class TiedAndScaled(Sgd):
+    """Its first and its last layer share a weight, and its forward reads a buffer that is its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, 8)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+        self.head = nn.Linear(8, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.embed(tokens) * self.scale))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        logits = self(batch["input_ids"])
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+        self.log("loss", loss)
+        return loss
+
+
+class BothEndsOnRank0(pl.Callback):
+    """Lets the layers move after the first batch: the weight that was on both ranks is on one from then on."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.world_size == 1 or trainer.global_step != 1:
+            return
+        engine, devices = trainer.strategy.deepspeed_engine, (0, 1, 0)
+        num_layers = engine.module._num_layers
+        orders = plans.depth_first(devices, 4, 2)
+        cuts = [0, 3, num_layers - 1, num_layers]
+        engine.recut(plans.plan_of(plans.chain_of(num_layers), plans.platform_of(2), cuts, devices, orders=orders))
+
+
+def tied_weight_and_own_buffer(host: cases.Host) -> dict[str, Any]:
+    """On a GPU a state dict had the buffer twice, and a tied weight that left a rank ended the run."""
+    pl.seed_everything(0, verbose=False)
+    module, sums = TiedAndScaled(), []
+    for callbacks in ([BothEndsOnRank0()], []):
+        trainer = host.trainer(*callbacks, max_epochs=2, strategy={"warmup_epochs": 0})
+        trainer.fit(module, sentences())
+        trainer.save_checkpoint(host.folder / "tied.ckpt", weights_only=True)
+        trainer.strategy.barrier()
+        state = torch.load(host.folder / "tied.ckpt", weights_only=True)["state_dict"]
+        sums.append({name: float(value.abs().sum()) for name, value in state.items()})
+        trainer.strategy.barrier()
+        module.scale.mul_(1.5)  # between two runs
+    return {"sums": sums, "loss": float(trainer.callback_metrics["loss"])}
+
+
 SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     2: [
         causal_language_model,
+        tied_weight_and_own_buffer,
         sentence_classifier,
         u_net,
         featured,

@@ -32,6 +32,22 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 # As on a GPU, where ranks talk over NCCL: over gloo Lightning evaluates without inference mode.
 utilities._distributed_is_initialized = lambda: False  # type: ignore[attr-defined]
 
+_apply = nn.Module._apply
+
+
+def _applied(module: nn.Module, *arguments: Any, **keywords: Any) -> nn.Module:
+    """As on a GPU, where a module that comes to its device has another tensor at each place of a buffer."""
+    _apply(module, *arguments, **keywords)
+    if not isinstance(module._buffers, dict):  # a scripted one
+        return module
+    for name, buffer in list(dict.items(module._buffers)):
+        if type(buffer) is torch.Tensor:
+            dict.__setitem__(module._buffers, name, buffer.clone())
+    return module
+
+
+nn.Module._apply = _applied  # type: ignore[method-assign]
+
 WIDTH = 12
 NUM_CLASSES = 4
 NUM_FEATURES = 8

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import sysconfig
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from lightning_madpipe.steps.layer_structure import Structure
 from lightning_madpipe.steps.module_state import silenced
 
 LIBRARY = """
@@ -69,3 +70,19 @@ def test_hooks_of_the_program_that_is_installed_with_its_model_do_not_run(librar
     with silenced([block]):
         block(torch.ones(1, 2))
     assert not block.collected
+
+
+def test_what_the_pipeline_calls_its_own_parts_may_leave_a_rank():
+    """Such as a tied weight, of which a plan puts both copies on another rank: it was "another module"."""
+    tied, module = nn.Linear(2, 2), nn.Module()
+    module.net, module.pipeline_module = nn.Linear(2, 2), nn.Module()
+    module.pipeline_module.tied_modules = nn.ModuleDict({"embed": tied})
+    layers = [(0, module.net), ("embed", tied)]
+    call = SimpleNamespace(existing_modules=lambda: layers, captured=None)
+    pipeline = SimpleNamespace(call_of_module=call, parameters=module.net.parameters, forward_funcs=[module.net])
+    structure = Structure(module, pipeline, engine=None, wraps=False, refusal=ValueError)
+    del module.pipeline_module.tied_modules["embed"]
+    structure.check()
+    module.net = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"self\.net is another module than when this run began"):
+        structure.check()
