@@ -248,8 +248,16 @@ class Tape:
         finally:
             self._inside -= 1
             effects, self._effects = self._effects, outer
+        self._note_gradients(given_leaves)
         self._function_called(func, given, effects, out)
         return out
+
+    def _note_gradients(self, given: Sequence[Any]) -> None:
+        """Note which tensors need a gradient since something was added to them that does."""
+        for leaf in given:
+            number = self._value_of.get(id(leaf)) if isinstance(leaf, torch.Tensor) else None
+            if number is not None:
+                self.values[number].requires_grad |= leaf.requires_grad
 
     # Tensors that are made from sizes alone: positions, and what is computed of them
 

@@ -77,6 +77,8 @@ class _Cut:
                 self.followers.setdefault(before, set()).add(node.number)
         self.numbers = self._tail()
         """The nodes that run in the tail alone."""
+        self.changed = {storage for node in graph.nodes for storage in node.mutated}
+        """The memory that some node changes, such as that of a sum to which layers add (``total += each``)."""
         self.again: set[int] = set()
         """The nodes that run in the tail, too: they make masks and the like from the arguments."""
         made = {value for number in self.numbers for value in graph.nodes[number].makes}
@@ -158,14 +160,17 @@ class _Cut:
         return sorted(outputs)
 
     def _is_from_arguments(self, number: int) -> bool:
-        """Whether what a node makes follows from the arguments alone, and has no gradient."""
+        """Whether what a node makes follows from the arguments alone, has no gradient, and stays as it is."""
         waiting, seen = [number], set[int]()
         while waiting:
             node = self.graph.nodes[waiting.pop()]
             if node.number in seen:
                 continue
             seen.add(node.number)
-            if not self._is_plain(node) or any(self.graph.values[value].requires_grad for value in node.makes):
+            made = [self.graph.values[value] for value in node.makes]
+            if not self._is_plain(node) or any(
+                each.requires_grad or each.storage in self.changed for each in made
+            ):
                 return False
             waiting += [self.graph.producer[value] for value in _needs(node) if value in self.graph.producer]
         return True

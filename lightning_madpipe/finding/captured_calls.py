@@ -3,6 +3,9 @@
 The step itself is run without data, up to what its last call returns. What each call was given and returned comes
 out of the layers. Where the step runs, its calls return that, one after the other, and what it gives them must be
 what they were computed from.
+
+A tensor that a call or the step changes in place (``total += each``) is written down as it was at each call, in
+copies; where a call changes what it is given, so does what stands for it in the step.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from deepspeed_partition.capture.recorder import patched
 from deepspeed_partition.capture.structure import flatten
 from deepspeed_partition.capture.tail import leave_out
 from lightning_madpipe.finding.captured_call import CapturedCall, OtherCallError
+from lightning_madpipe.finding.changed_in_place import ChangedInPlace
 from lightning_madpipe.finding.step_call import SILENT, do_nothing, replaced, rest_of_arguments
 
 _SIGNATURE = inspect.signature(lambda batch: None)
@@ -48,6 +52,7 @@ class CapturedCalls(CapturedCall):
         self._step, self._paths = step, paths
         self.made: tuple[str, ...] = ()
         """The modules that are called, in order."""
+        self._in_place = ChangedInPlace()
         self._around_call: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._error: Exception | None = None
         super().__init__(module, f"the modules of {step}()", (batch,), {}, first)
@@ -60,11 +65,19 @@ class CapturedCalls(CapturedCall):
     def _be_first(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         with self._as_forward(self.model):
             super()._be_first(args, kwargs)
+            if self._in_place.has_found():
+                super()._be_first(args, kwargs)
+
+    def _be_another(self, first: CapturedCall, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        super()._be_another(first, args, kwargs)
+        if self._in_place.has_found():
+            super()._be_another(first, args, kwargs)
 
     @contextmanager
     def _as_forward(self, module: Any) -> Iterator[None]:
         """Let a call of the module be its step, which returns what its calls were given and returned."""
         calls: list[tuple[str, Any, Any]] = []
+        in_place = self._in_place
         inside = False
         raised: list[str] = []
 
@@ -74,6 +87,7 @@ class CapturedCalls(CapturedCall):
                 if inside:
                     return run(*args, **kwargs)
                 inside = True
+                given = in_place.given(len(calls), (args, kwargs))
                 try:
                     with self._around_call():
                         returned = run(*args, **kwargs)
@@ -82,7 +96,7 @@ class CapturedCalls(CapturedCall):
                     raise
                 finally:
                     inside = False
-                calls.append((path, (args, kwargs), returned))
+                calls.append((path, given, in_place.returned(len(calls), (args, kwargs), returned)))
                 return returned
 
             return call
@@ -97,6 +111,7 @@ class CapturedCalls(CapturedCall):
             is_running = True
             calls.clear()
             raised.clear()
+            in_place.begin()
             call = nn.Module.__call__
 
             def run_alone(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +119,7 @@ class CapturedCalls(CapturedCall):
                 num_calls, num_raised = len(calls), len(raised)
                 returned = call(part, *args, **kwargs)
                 if len(raised) > num_raised:
-                    calls[num_calls:] = [(raised.pop(), (args, kwargs), returned)]
+                    calls[num_calls:] = [(raised.pop(), (args, kwargs), (returned, ()))]
                 return returned
 
             try:
@@ -114,6 +129,7 @@ class CapturedCalls(CapturedCall):
                 self._error = error
             finally:
                 is_running = False
+            in_place.end()
             self.made = tuple(path for path, *_ in calls)
             return [(given, returned) for _, given, returned in calls]
 
@@ -133,7 +149,10 @@ class CapturedCalls(CapturedCall):
 
     def _cut(self, graph: Graph, training: bool) -> None:
         needed: set[int] = set()
-        waiting = [graph.producer[value] for value in graph.returned.refs() if value in graph.producer]
+        returned = set(graph.returned.refs())
+        waiting = [graph.producer[value] for value in returned if value in graph.producer]
+        of_returned = {graph.values[value].storage for value in returned}
+        waiting += [node.number for node in graph.nodes if not of_returned.isdisjoint(node.mutated)]
         while waiting:
             number = waiting.pop()
             if number not in needed:
@@ -165,16 +184,17 @@ class CapturedCalls(CapturedCall):
 
     def answers(self, outputs: Any, batch: Any) -> Callable[[str, Any, Any], Any]:
         """What stands for the modules in a step: it returns what they did, for the outputs of the layers."""
-        calls = iter(zip(self.made, self.returned(outputs, (batch,), {}), strict=True))
+        made = zip(self.made, self.returned(outputs, (batch,), {}), strict=True)
+        calls = iter(enumerate(made))
 
         def answer(path: str, args: Any, kwargs: Any) -> Any:
-            found, (given, returned) = next(calls, ("", (None, None)))
+            number, (found, (given, (returned, after))) = next(calls, (0, ("", (None, (None, ())))))
             if given is None or found != path or not _same(given, (args, kwargs)):
                 raise OtherCallError(
                     f"with something else than when its layers were found from the calls of {self._step}, or in "
                     f"another order: {WAY_OUT}"
                 )
-            return returned
+            return self._in_place.happen(number, (args, kwargs), returned, after)
 
         return answer
 

@@ -15,6 +15,7 @@ import inspect
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from io import IOBase
 from types import FunctionType, ModuleType
 from typing import Any, Literal, cast
 
@@ -62,6 +63,8 @@ class BesideModule:
         """Callbacks and data of the program, as they were when places were begun to be looked at."""
         self._num_looks, self._is_close = 0, True
         self._told: set[Place] = set()
+        self.files: dict[str, IOBase] = {}
+        """Files that are open for writing and that steps may reach, by name, as they were found last."""
         # Its own package is the program's even where it is installed.
         self._package = type(module).__module__.partition(".")[0]
         self._search = search = CodeSearch(self.is_programs)
@@ -108,6 +111,7 @@ class BesideModule:
                 "them is changed on the last stage alone, for each micro-batch and in trials of the step. Keep "
                 "what it changes in attributes of the module",
             )
+        self.files = found.files
         return found.by_name
 
     def _roots(self) -> Iterator[tuple[str, Any]]:

@@ -88,10 +88,17 @@ class CapturedCheck(LayerCheck):
         is_step = isinstance(self._call, CapturedCalls)
         return list(self._changed_in_calls) if is_step else super()._changed_by_forward(before)
 
-    def _read_by_forward(self) -> Collection[Read]:
-        """What the model's code reads; what a step reads behind its last call, the layers do not depend on."""
-        is_step = isinstance(self._call, CapturedCalls)
-        return self._reads_before_end if is_step else super()._read_by_forward()
+    def _read_by_forward(self, before: Leftovers) -> Collection[Read]:
+        """What the model's code reads.
+
+        What a step reads behind its last call, the layers do not depend on, nor on a list that it lengthens
+        between its calls: what it gives these is compared in every step.
+        """
+        if not isinstance(self._call, CapturedCalls):
+            return super()._read_by_forward(before)
+        places = (change.place for change in before.changes() if change.kind == "extend")
+        longer = {Read(place.owner, place.name) for place in places if place.kind == "attribute"}
+        return [read for read in self._reads_before_end if read not in longer]
 
     def _run_layers(self, first: int, last: int, passed: Any) -> Any:
         inputs = passed if isinstance(passed, tuple) else (passed,)

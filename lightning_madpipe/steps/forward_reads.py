@@ -202,10 +202,13 @@ class ForwardWatch:
         reads: What was read.
         epoch: Gives the number of the epoch.
         say: Says a sentence once.
+        found_in: What calls the layers that were found, such as ``self()``; None where they are named.
     """
 
-    def __init__(self, module: nn.Module, epoch: Callable[[], int], say: Callable[[str], None]) -> None:
-        self._module, self._epoch, self._say = module, epoch, say
+    def __init__(
+        self, module: nn.Module, epoch: Callable[[], int], say: Callable[[str], None], found_in: str | None = None
+    ) -> None:
+        self._module, self._epoch, self._say, self._found_in = module, epoch, say, found_in
         self._reads: dict[Read, None] = {}
         self._seen: dict[Read, Any] = {}
         self._in_epoch, self._num_times = -1, 0
@@ -230,10 +233,12 @@ class ForwardWatch:
         names = [str(read) for read in self._reads if now[read] != self._seen[read]]
         self._num_times += bool(names)
         if self._num_times == MOST_TIMES:
+            what = "pipeline_layers() is" if self._found_in is None else "the layers that were found are"
+            called = self._found_in or "forward()"
             self._say(
-                f"forward() of {type(self._module).__name__} reads {', '.join(names)}, which changes from step to "
-                "step: pipeline_layers() is compared with it again at the start of each epoch only; what shall "
-                "change in each step belongs in a layer"
+                f"{called} of {type(self._module).__name__} reads {', '.join(names)}, which changes from step to "
+                f"step: {what} compared with it again at the start of each epoch only; what "
+                "shall change in each step belongs in a layer"
             )
         return names
 

@@ -322,7 +322,8 @@ class LayerCheck:
             for name in silent:
                 object.__delattr__(self._module, name)
             collected = {each.shown for each in self._collected}
-            self._reads.update((read, None) for read in self._read_by_forward() if str(read) not in collected)
+            reads = self._read_by_forward(before)
+            self._reads.update((read, None) for read in reads if str(read) not in collected)
             changed = self._changed_by_forward(before)
             self._left.update(dict.fromkeys(self._left_by(changed, within)))
             self._note_reads(list(watched.read_values))
@@ -338,7 +339,7 @@ class LayerCheck:
         """What of the module ``forward`` has changed."""
         return [change.place for change in before.changes()]
 
-    def _read_by_forward(self) -> Collection[Read]:
+    def _read_by_forward(self, before: Leftovers) -> Collection[Read]:
         """What ``forward`` has read outside of the layers."""
         return self._reads_so_far
 

@@ -148,7 +148,11 @@ class LayerComparison:
             reads = self._agreed_reads(as_tuple(inputs), sizes, changed, few)
         state = self._state
         if state not in self._watches:
-            self._watches[state] = ForwardWatch(self._module, lambda: self._trainer.current_epoch, announce)
+            captured = self._pipeline.call_of_module.captured
+            called = None if captured is None else captured.now.called.replace("the modules of ", "")
+            self._watches[state] = ForwardWatch(
+                self._module, lambda: self._trainer.current_epoch, announce, called
+            )
         self._watches[state].begin(reads)
 
     def _agreed_reads(

@@ -17,6 +17,7 @@ from deepspeed_partition.engine.runtime.collectives import broadcast_object, gat
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.engine.runtime.first_failure import raised_by_all
 from lightning_madpipe.steps.batch_runs import BatchRun
+from lightning_madpipe.steps.list_in_words import some
 from lightning_madpipe.steps.logged_sizes import LoggedSizes
 from lightning_madpipe.steps.loss_mode import LossOfBatches
 from lightning_madpipe.steps.metrics import MetricValue
@@ -26,6 +27,7 @@ from lightning_madpipe.steps.serialization import packed, pickled, unpacked
 from lightning_madpipe.steps.step_results import StepResult, result_of
 from lightning_madpipe.steps.step_side_effects import Change, Leftovers, make_changes
 from lightning_madpipe.steps.user_step import UserSteps
+from lightning_madpipe.steps.written_files import OPENED_BEFORE, places_of, written_since
 
 
 class Outcome(NamedTuple):
@@ -73,6 +75,9 @@ class Outcomes:
         self._before: Leftovers | None = None
         self._changes: list[Change] = []
         """What the steps of the batch had changed before an update came between them."""
+        self._files: dict[str, Any] = {}
+        """Where files were that are open for writing."""
+        self._tells_of_files = True
         self._undo: Callable[[], object] | None = None
         """Undoes what the steps of a batch that is given up have left on the module."""
 
@@ -91,6 +96,7 @@ class Outcomes:
         if is_cut or undoable or may_be_undone:
             before = self._steps.leftovers(undoable=undoable, may_be_undone=may_be_undone)
         self._before = before if is_cut else None
+        self._files = places_of(self._steps.beside.files) if before is not None and self._tells_of_files else {}
         self._undo = before.undo if before is not None and may_be_undone else None
         engine.when_given_up = before.undo if before is not None and undoable else None
 
@@ -169,10 +175,33 @@ class Outcomes:
         changes += self._left_on_layers()
         self._before = None
         self._changes = []
+        if self._losses.option == "mean" and len(window[0].done) > 1:
+            self._tell_of_repeats(window[0], step, changes)
+        self._tell_of_files(step)
         calls = [call for run in window for call in self._calls_of(run, step)]
         batches = [_written_back(run) for run in window]
         draws = self._steps.draws.left()
         return Outcome(results, changes, calls, self._stops(window, step), error, draws, batches)
+
+    def _tell_of_repeats(self, run: BatchRun, step: str, changes: Sequence[Change]) -> None:
+        """Say once what a step does for each micro-batch, where no trial compares that with the batch."""
+        places = list(dict.fromkeys(str(change.place) for change in changes))
+        logged = list(dict.fromkeys(f"self.log({call['name']!r})" for call in run.done[0].log_calls))
+        if not places and not logged:
+            return
+        warn_once(
+            f"repeats/{type(self._module).__name__}/{step}",
+            f"with loss='mean' {step} runs once for each of the {len(run.done)} micro-batches of a batch, and is "
+            f"not compared with a run on the batch ({some([*places, *logged])}): a count grows as often, a list "
+            "gets as many entries, and what is logged is merged by its reduce_fx, means by samples. loss='auto' "
+            "names what differs from one process; loss='batch' runs the step once per batch",
+        )
+
+    def _tell_of_files(self, step: str) -> None:
+        names = written_since(self._files)
+        if names:
+            self._tells_of_files = False
+            warn_once(f"open files/{step}/{names[0]}", OPENED_BEFORE.format(step=step, names=some(names)))
 
     def _calls_of(self, run: BatchRun, step: str) -> list[Call]:
         """The calls of loggers and of ``self.print`` by a batch's step, which makes them once in one process."""

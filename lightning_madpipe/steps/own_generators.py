@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapp
 from contextlib import contextmanager
 from contextvars import ContextVar
 from io import IOBase
+from operator import is_
 from types import FunctionType, ModuleType, NoneType
 from typing import Any
 from weakref import WeakValueDictionary
@@ -275,9 +276,9 @@ def found_in(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, Any]
     """The generators of a program's own that its steps may draw from, by name, in the same order on all ranks."""
     search = _Search(keeps_items=True)
     for path, owner in outside_pipeline(module):
-        for name, value in vars(owner).items():
+        for name, value in list(vars(owner).items()):
             if name not in ignored and not isinstance(value, nn.Module):
-                search.look_at(value, ".".join(filter(None, ("self", path, name))), DEPTH)
+                search.look_at(value, ".".join(filter(None, ("self", path, name))), DEPTH, (vars(owner), name))
     for step in STEPS:
         search.read(inspect.getattr_static(type(module), step, None), type(module))
     return search.found
@@ -329,9 +330,11 @@ class _Search:
         """
         if isinstance(value, _PLAIN):
             return
-        if holder is not None and self._keeps_items and _gives_items(value):
+        if holder is not None and self._keeps_items and (_gives_items(value) or isinstance(value, tuple)):
             table, key = holder
-            value = table[key] = _replayed(value, name)
+            kept = _kept_in(value, name, depth)
+            if kept is not value:
+                value = table[key] = kept
         if isinstance(value, _SOURCES):
             if id(value) not in self._seen:
                 self._seen.add(id(value))
@@ -387,6 +390,18 @@ def _gives_items(value: Any) -> bool:
     if isinstance(value, Replayed | IOBase | type) or not isinstance(value, Iterator):
         return False
     return attributes_of(value) is None
+
+
+def _kept_in(value: Any, name: str, depth: int) -> Any:
+    """An iterator that can give its items again; a tuple with such ones in it where it holds iterators."""
+    if not isinstance(value, tuple):
+        return _replayed(value, name) if _gives_items(value) else value
+    if not depth or len(value) > MOST_MEMBERS:
+        return value
+    kept = [_kept_in(child, f"{name}[{place}]", depth - 1) for place, child in enumerate(value)]
+    if all(map(is_, kept, value)):
+        return value
+    return type(value)._make(kept) if hasattr(value, "_make") else type(value)(kept)
 
 
 def _attributes_of(value: Any) -> MutableMapping[str, Any] | None:

@@ -8,6 +8,7 @@ are set on them.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
@@ -55,6 +56,8 @@ class ReachedObjects:
         note_code: Callable[[Any], None] = lambda _: None,
     ) -> None:
         self.by_name: dict[str, Any] = {}
+        self.files: dict[str, IOBase] = {}
+        """Files that are open for writing, by name."""
         self.left_out: str | None = None
         """The name of the first value that was not looked at, because there are so many."""
         self._seen, self._note_code = set(apart), note_code
@@ -73,9 +76,14 @@ class ReachedObjects:
                 self._seen.add(id(value))
                 todo.extend(children)
 
+    def _note_file(self, name: str, value: Any) -> None:
+        if isinstance(value, IOBase) and not value.closed and value.writable():
+            self.files[name] = value
+
     def _children(self, name: str, value: Any) -> Iterable[tuple[str, Any]] | None:
         """What is in a value and may lead to objects, by name; None where there is nothing to look for."""
         if _is_other(value):
+            self._note_file(name, value)
             return None
         found: list[tuple[str, Any]] = []
         if isinstance(value, dict):
@@ -98,6 +106,9 @@ class ReachedObjects:
             return [(f"{name}.{key}", getattr(value, key)) for key in ("func", "args", "keywords")]
         table = attributes_of(value)
         if table is None:
+            if module_of(type(value)) == "_csv":
+                for method in gc.get_referents(value):  # by which a writer writes to its file
+                    self._note_file(name, getattr(method, "__self__", None))
             return found or None
         if not _is_record(value):
             self.by_name[name] = value

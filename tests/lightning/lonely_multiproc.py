@@ -3,6 +3,7 @@
 torchrun --nproc_per_node=2 lonely_multiproc.py FOLDER          rank 1, and wants a checkpoint of it
 torchrun --nproc_per_node=2 lonely_multiproc.py FOLDER sample   rank 0, because its callback calls the module
 torchrun --nproc_per_node=2 lonely_multiproc.py FOLDER ended    rank 0, because the other one's program is through
+torchrun --nproc_per_node=2 lonely_multiproc.py FOLDER validate rank 0 the same, in another run
 """
 
 from __future__ import annotations
@@ -43,6 +44,12 @@ if __name__ == "__main__":
         trainer.fit(cases.Classifier(), cases.loader(16))
         if trainer.is_global_zero:
             trainer.save_checkpoint(folder / "on_one_rank")
+        sys.exit()
+    if sys.argv[2:]:
+        trainer = host.trainer(max_epochs=1, strategy={"algorithm": [0, 4, 8]})
+        trainer.fit(cases.Classifier(), cases.loader(16))
+        if trainer.is_global_zero:
+            getattr(trainer, sys.argv[2])(trainer.lightning_module, cases.loader(16))
         sys.exit()
     keep = pl.callbacks.OnExceptionCheckpoint(folder)
     trainer = host.trainer(FailingAlone(), keep, enable_checkpointing=True, strategy={"algorithm": [0, 4, 8]})

@@ -344,6 +344,16 @@ def test_a_rank_at_the_end_of_its_program_is_not_waited_for(tmp_path: Path) -> N
     assert "has come to the end of its program: each rank has a part of the model" in printed
 
 
+@pytest.mark.parametrize("run", ["validate", "fit"])
+def test_no_run_waits_for_a_rank_at_the_end_of_its_program(tmp_path: Path, run: str) -> None:
+    """Where a script calls it on one rank alone, that ends, and says whom it waits for."""
+    log = tmp_path / "log"
+    code = run_ranks(HERE / "lonely_multiproc.py", [str(tmp_path), run], 2, log, timeout_seconds=200)
+    printed = log.read_text()
+    assert code not in (0, -9), "it had to be killed"
+    assert re.search("rank 0 ends: it waits in .*, and rank 1 has come to the end of its program", printed)
+
+
 def test_a_rank_that_fails_alone_ends_the_job_without_a_checkpoint(tmp_path: Path) -> None:
     log = tmp_path / "log"
     code = run_ranks(HERE / "lonely_multiproc.py", [str(tmp_path)], 2, log, timeout_seconds=200)

@@ -26,3 +26,30 @@ def test_numbers_that_are_logged_for_layers_go_with_them(two: Records, moved_aft
     assert {name for own in ranks for name in own[-1]} == everything[-1].keys()
     num_weights = [sum(name.startswith("norm/") for name in own[-1]) for own in ranks]
     assert sum(num_weights) == sum(name.startswith("norm/") for name in everything[-1])
+
+
+def test_iterators_in_tuples_give_micro_batches_what_they_give_the_batch(two: Records) -> None:
+    """Each run of the step drew the next item, also in trials: the loss was another one, and nothing was said."""
+    assert_same(two.of("drawn_from_tuples"), two.reference["drawn_from_tuples"])
+
+
+def test_what_a_step_does_for_each_micro_batch_is_told_where_nothing_is_compared(two: Records) -> None:
+    """With loss='mean' a counter grew four times a batch, and no line said so."""
+    [line] = [line for rank in two.ranks for line in rank["repeated"]["counts"]]
+    assert line.startswith("with loss='mean' training_step runs once for each of the 4 micro-batches")
+    assert "(self.count, self.log('root'))" in line
+
+
+def test_writing_to_files_that_were_open_before_is_told(two: Records) -> None:
+    """Each micro-batch and each trial wrote a line, and nothing was said."""
+    said = [line for rank in two.ranks for line in rank["repeated"]["writes"] if "opened before it" in line]
+    assert len(said) == 1 and "training_step writes to self.lines, self.table, opened before it" in said[0]
+
+
+@pytest.mark.parametrize("module", ["Flow", "FlowAsForward", "SumsByItself", "ChangesBetween"])
+def test_tensors_that_calls_change_in_place_are_those_of_one_process(two: Records, module: str) -> None:
+    """A sum of layers was 0, had no gradient, or was the last one everywhere: each was refused with other reasons.
+
+    A list that a step lengthens between its calls was said to be read by forward().
+    """
+    assert_same(two.of("changed_in_place")[module], two.reference["changed_in_place"][module])

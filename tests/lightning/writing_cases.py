@@ -5,13 +5,19 @@ Written like ``lightning_cases.py``.
 
 from __future__ import annotations
 
+import csv
+import io
+import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from pytorch_lightning.callbacks import Callback
+from torch.nn import functional as F
 
 from tests.lightning import lightning_cases as cases
-from tests.lightning.lightning_cases import Host, seeded
+from tests.lightning.hook_cases import lines
+from tests.lightning.lightning_cases import Host, seeded, trained
 
 
 class LogsLayers(cases.Classifier):
@@ -51,5 +57,70 @@ def numbers_of_layers(host: Host) -> dict[str, Any]:
     return found
 
 
-SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [numbers_of_layers], 4: []}
-ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [], 4: []}
+class Counts(cases.Classifier):
+    """It counts its steps, and what it logs is no mean over samples."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        self.count = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.count += 1
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.log("root", loss.sqrt())
+        return loss
+
+
+class WritesLines(cases.Classifier):
+    """It writes to files that are open before its steps begin."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        self.lines, self.table = io.StringIO(), csv.writer(io.StringIO())
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.lines.write(f"{batch_idx}\n")
+        self.table.writerow([batch_idx])
+        return loss
+
+
+def repeated(host: Host) -> dict[str, Any]:
+    """What is said of steps that run once per micro-batch."""
+    found = {}
+    for name, build, loss in (("counts", Counts, "mean"), ("writes", WritesLines, "auto")):
+        with lines() as said:
+            trained(host, seeded(build), data=cases.loader(32), max_epochs=1, strategy={"loss": loss})
+        found[name] = [line for line in said if "training_step" in line]
+    return found
+
+
+class Pair(NamedTuple):
+    name: str
+    factors: Any
+
+
+class DrawsFromTuples(cases.Classifier):
+    """Its loss is made with iterators that stand in tuples."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        self.pair = Pair("factors", itertools.cycle([1.0, 1.5, 0.5]))
+        self.table = {"more": ("factors", (itertools.cycle([2.0, 0.5]),))}
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        return loss * next(self.pair.factors) * next(self.table["more"][1][0])
+
+
+def drawn_from_tuples(host: Host) -> dict[str, Any]:
+    recorder, module = cases.Recorder(), seeded(DrawsFromTuples)
+    trained(host, module, recorder, strategy={"warmup_steps": 2})
+    return {"rows": recorder.rows, "next": next(module.pair.factors), "kind": type(module.pair).__name__}
+
+
+SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
+    2: [numbers_of_layers, drawn_from_tuples],
+    4: [],
+}
+ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [repeated], 4: []}
