@@ -56,11 +56,12 @@ class StageNeeds:
     Args:
         bounds: times and bytes of the problem.
         allowed: whether layers k to l may be a stage, [k, l].
+        waits: count what a stage waits besides its turns.
     """
 
-    def __init__(self, bounds: StepBounds, allowed: NDArray[np.bool_]) -> None:
+    def __init__(self, bounds: StepBounds, allowed: NDArray[np.bool_], *, waits: bool = True) -> None:
         m, C = bounds.m, bounds.C
-        self.m, self.size = m, bounds.size
+        self.m, self.size, self.waits = m, bounds.size, waits
         self.send: Integers = np.array([*bounds.send, 0], dtype=np.int64)
         """Ticks of a tensor over the boundary before each layer, one way; 0 at both ends of the chain."""
         rest = (C[-1] - C)[None, :]
@@ -76,11 +77,11 @@ class StageNeeds:
                 flush = behind if bounds.flushes_once else 0
                 turns = -(-m // np.maximum(1, most))
                 may = (most >= 1) & allowed[rows]
-                waits = self._waits(rows, f, again, most, rest, behind)
+                idle = self._idle(rows, f, again, most, rest, behind)
                 work = m * (f + again)
-                needs = np.maximum(work + np.maximum(waits[0], flush), turns * (f + again + behind))
+                needs = np.maximum(work + np.maximum(idle[0], flush), turns * (f + again + behind))
                 np.minimum(needed[rows], before + needs, out=needed[rows], where=may)
-                way = np.maximum(work + waits[1], turns * (f + again + rest))
+                way = np.maximum(work + idle[1], turns * (f + again + rest))
                 np.minimum(turning[rows], before + way, out=turning[rows], where=may)
         np.maximum(needed, (C + bounds.on_link * self.send)[None, :], out=needed)
         np.maximum(needed, C[:, None] + ticks_of_stages(bounds), out=needed)
@@ -90,7 +91,7 @@ class StageNeeds:
         self.needed: Integers = needed
         self.turning: Integers = turning
 
-    def _waits(
+    def _idle(
         self, rows: slice, f: Integers, again: Integers, most: Integers, rest: Integers, behind: Integers
     ) -> tuple[Integers, Integers]:
         """Return the ticks in which a stage waits, with the boundary behind it, and without transfers; [k, l].
@@ -101,7 +102,9 @@ class StageNeeds:
             rest, behind: ticks from the end of the stage to the end of the chain and back, without transfers, and
                 with those over the boundary behind it.
         """
-        link = self.send[rows, None].astype(float)
+        if not self.waits:
+            most = np.full_like(most, self.m)
+        link = self.send[rows, None].astype(float) * self.waits
         fills: list[Integers] = []
         drains: list[Integers] = []
         for way in (behind, rest):

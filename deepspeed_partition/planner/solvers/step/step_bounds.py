@@ -373,17 +373,26 @@ class StepBounds:
         return least_from(at_least, may_take, decisions)
 
     def partition(self) -> Cuts | None:
-        """Return a contiguous partition whose stages ask for about the least; None where none may be told soon."""
+        """Return a contiguous partition whose stages ask for about the least; None where none may be told soon.
+
+        Neither what stages wait nor that cuts leave time for turns together counts here: local search from what
+        that leads to ended with longer steps (vgg16 on 4 devices, 1.483 s for 1.396 s).
+        """
         constraints = self.problem.constraints
         most = min(constraints.max_stages, self.size)
         if MOST_WORK // (most * self.size**2 + 1) < 2 * FEW_DECISIONS:
             return None
-        needs = StageNeeds(self, constraints.allowed(self.problem.table))
+        needs = StageNeeds(self, constraints.allowed(self.problem.table), waits=False)
         longest = self._longest() + 2 * int(self.send.sum()) * self.m
-        if not self._has_partition(needs, longest, most):
+
+        def may_take(T: int) -> bool:
+            counts = self.problem.constraints.counts(self.size)
+            return bool((self._least_ways(needs.within(T), T, most)[counts.start : counts.stop, -1] < FAR).any())
+
+        if not may_take(longest):
             return None
         work = self.m * int(self.C[-1]) // self.num_devices
-        T = least_from(work, lambda T: self._has_partition(needs, T, most), FEW_DECISIONS)
+        T = least_from(work, may_take, FEW_DECISIONS)
         while True:
             needed = needs.within(T)
             least = self._least_ways(needed, T, most)
