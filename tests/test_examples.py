@@ -66,7 +66,9 @@ def test_the_main_example_prints_25_lines_at_most_on_a_noisy_machine():
     for expected in (*EXPECTED, "device 1 |", " of 24 times vary by over half"):
         assert expected in text, text
     said = [line for line in lines if line]
-    assert len(said) <= 25 and max(map(len, said)) <= 80, text
+    # A plan with several stages on a device names the devices, which may take a line more.
+    most = 25 + (" on devices [" in text)
+    assert len(said) <= most and max(map(len, said)) <= 80, text
 
 
 def test_training_with_deepspeed_prints_plan_and_measurements():
