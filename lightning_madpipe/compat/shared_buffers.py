@@ -38,22 +38,14 @@ class SharedBuffers:
         for (first, name), *others in self._places:
             tensor = _table(first).get(name)
             for part, place in others:
-                table = _table(part)
-                if table.get(place) is not tensor:
-                    table[place] = tensor
-                    if place in part._buffers and not _is_hidden(part, place):
-                        dict.__setitem__(part._buffers, place, tensor)
+                if _table(part).get(place) is not tensor:
+                    is_hidden = isinstance(part._buffers, HiddenTensors) and place in part._buffers.hidden
+                    (_table(part) if is_hidden else part._buffers)[place] = tensor
 
 
 def _table(part: nn.Module) -> dict[str, Any]:
-    """Return all buffers of a module, those of layers of other ranks included; none of a scripted one, which has
-    its own.
-    """
+    """Return all buffers of a module, those that other ranks have included; of a scripted module none."""
     table = part._buffers
     if isinstance(table, HiddenTensors):
         return table.whole
     return table if isinstance(table, dict) else {}
-
-
-def _is_hidden(part: nn.Module, name: str) -> bool:
-    return isinstance(part._buffers, HiddenTensors) and name in part._buffers.hidden

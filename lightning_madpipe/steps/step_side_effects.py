@@ -140,7 +140,8 @@ class Leftovers:
         self.objects: Mapping[str, Any] = reached_objects(module, self.ignored, beside)
         """The objects that are looked into, by name."""
         self._plain: dict[str, dict[str, Any]] = {}
-        """Of each of them the attributes as they were whose values cannot change themselves."""
+        """The attributes of each object, by its name, as they were when this began: numbers, texts and other
+        values that nothing can change but by setting the attribute anew."""
         self._known = set(map(id, self.objects.values()))
         self._note_opaque(memo, lambda _: True)
         self._look_beside(beside, undoable, may_be_undone)
