@@ -25,6 +25,10 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 _LIBRARIES = frozenset(
     ("deepspeed", "lightning", "lightning_fabric", "pytorch_lightning", "torch", "torchmetrics")
 )
+_OF_THREADS = frozenset(
+    ("asyncio", "concurrent", "logging", "multiprocessing", "queue", "selectors", "subprocess", "threading")
+)
+"""Modules of Python whose objects threads change at any time: who waits for one stands among its attributes."""
 _DEPTH = 3
 _MOST_MEMBERS = 1000
 
@@ -94,5 +98,5 @@ def members_of(value: Any) -> dict[str, Any] | None:
     if isinstance(value, nn.Module | type | torch.Tensor) or callable(value) or not hasattr(value, "__dict__"):
         return None
     table = vars(value)
-    of_library = str(kind.__module__).partition(".")[0] in _LIBRARIES
+    of_library = str(kind.__module__).partition(".")[0] in (*_LIBRARIES, *_OF_THREADS)
     return None if of_library or not isinstance(table, dict) or len(table) > _MOST_MEMBERS else table

@@ -6,6 +6,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from operator import is_
 from types import MethodType
 from typing import Any, TypeAlias
 
@@ -319,8 +320,10 @@ def _copy_back(tensor: torch.Tensor, copy: torch.Tensor) -> None:
 
 
 def _refill_queue(queue: deque[Any], items: list[Any]) -> None:
-    queue.clear()
-    queue.extend(items)
+    present = list(queue)
+    if len(present) != len(items) or not all(map(is_, present, items)):  # threads may use it
+        queue.clear()
+        queue.extend(items)
 
 
 def _refill(container: Any, contents: Any) -> None:

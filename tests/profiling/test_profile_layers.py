@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import queue
 import random
+import threading
+import time
 import weakref
 
 import numpy as np
@@ -448,6 +451,25 @@ def test_a_table_that_cannot_be_written_to_is_left_as_it_is():
         layer.config["places"].append(3)
         layer.seen["forward"] = 1
     assert layer.config == {"width": 8, "places": [1, 2]} and layer.seen == {}
+
+
+class Pending(queue.Queue):
+    """A queue of a program's own class."""
+
+
+@pytest.mark.parametrize("kind", [queue.Queue, Pending])
+def test_threads_that_wait_at_a_queue_are_woken_afterwards(kind):
+    """What was put into a queue after a measurement went nowhere: who waited was put back to nobody."""
+    layer = nn.Linear(8, 8)
+    layer.items = kind()
+    with attributes_kept([layer]):
+        thread = threading.Thread(target=layer.items.get, daemon=True)
+        thread.start()
+        while not layer.items.not_empty._waiters:
+            time.sleep(0.001)
+    layer.items.put("loss")
+    thread.join(timeout=10)
+    assert not thread.is_alive()
 
 
 NUM_CALLS, SEEN = 0, []
