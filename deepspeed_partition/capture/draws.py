@@ -87,7 +87,9 @@ class Draws:
 class Rewindable(Iterator[Any]):
     """An iterator that gives again what it has given, from its place on."""
 
-    __slots__ = ("place",)
+    __slots__ = ("_iterator", "place")
+    _iterator: Iterator[Any]
+    """What it stands for."""
     place: int
 
 

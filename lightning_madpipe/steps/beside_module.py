@@ -15,7 +15,6 @@ import inspect
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
-from io import IOBase
 from types import FunctionType, ModuleType
 from typing import Any, Literal, cast
 
@@ -63,8 +62,8 @@ class BesideModule:
         """Callbacks and data of the program, as they were when places were begun to be looked at."""
         self._num_looks, self._is_close = 0, True
         self._told: set[Place] = set()
-        self.files: dict[str, IOBase] = {}
-        """Files that are open for writing and that steps may reach, by name, as they were found last."""
+        self.files: dict[str, Any] = {}
+        """Files that are open for writing, and databases, by name, as they were reached last."""
         # Its own package is the program's even where it is installed.
         self._package = type(module).__module__.partition(".")[0]
         self._search = search = CodeSearch(self.is_programs)

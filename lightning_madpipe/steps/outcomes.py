@@ -27,7 +27,7 @@ from lightning_madpipe.steps.serialization import packed, pickled, unpacked
 from lightning_madpipe.steps.step_results import StepResult, result_of
 from lightning_madpipe.steps.step_side_effects import Change, Leftovers, make_changes
 from lightning_madpipe.steps.user_step import UserSteps
-from lightning_madpipe.steps.written_files import OPENED_BEFORE, places_of, written_since
+from lightning_madpipe.steps.written_files import OPENED_BEFORE
 
 
 class Outcome(NamedTuple):
@@ -75,8 +75,6 @@ class Outcomes:
         self._before: Leftovers | None = None
         self._changes: list[Change] = []
         """What the steps of the batch had changed before an update came between them."""
-        self._files: dict[str, Any] = {}
-        """Where files were that are open for writing."""
         self._tells_of_files = True
         self._undo: Callable[[], object] | None = None
         """Undoes what the steps of a batch that is given up have left on the module."""
@@ -96,7 +94,8 @@ class Outcomes:
         if is_cut or undoable or may_be_undone:
             before = self._steps.leftovers(undoable=undoable, may_be_undone=may_be_undone)
         self._before = before if is_cut else None
-        self._files = places_of(self._steps.beside.files) if before is not None and self._tells_of_files else {}
+        if self._tells_of_files:
+            self._steps.open_files.begin({} if before is None else self._steps.beside.files)
         self._undo = before.undo if before is not None and may_be_undone else None
         engine.when_given_up = before.undo if before is not None and undoable else None
 
@@ -198,10 +197,12 @@ class Outcomes:
         )
 
     def _tell_of_files(self, step: str) -> None:
-        names = written_since(self._files)
+        names = self._steps.open_files.written() if self._tells_of_files else []
         if names:
             self._tells_of_files = False
-            warn_once(f"open files/{step}/{names[0]}", OPENED_BEFORE.format(step=step, names=some(names)))
+            self._steps.open_files.forget()
+            key = f"open files/{type(self._module).__name__}/{step}/{names[0]}"
+            warn_once(key, OPENED_BEFORE.format(step=step, names=some(names)))
 
     def _calls_of(self, run: BatchRun, step: str) -> list[Call]:
         """The calls of loggers and of ``self.print`` by a batch's step, which makes them once in one process."""

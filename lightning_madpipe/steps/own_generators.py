@@ -61,7 +61,7 @@ States = dict[str, Any]
 class Replayed(Rewindable):
     """An iterator that can be put back to where it was since :meth:`forget`."""
 
-    __slots__ = ("__weakref__", "_items", "_iterator", "_name", "_num_forgotten", "_seed")
+    __slots__ = ("__weakref__", "_items", "_name", "_num_forgotten", "_seed")
 
     def __init__(self, iterator: Iterator[Any], name: str) -> None:
         self._iterator, self._items, self._name = iterator, deque[Any](), name
@@ -75,7 +75,7 @@ class Replayed(Rewindable):
         return self._items[self.place - 1 - self._num_forgotten]
 
     def __getattr__(self, name: str) -> Any:
-        if name in (*Replayed.__slots__, "place") or name.startswith("__"):  # while it is copied
+        if name in (*Replayed.__slots__, *Rewindable.__slots__) or name.startswith("__"):  # while it is copied
             raise AttributeError(name)
         return getattr(self._iterator, name)
 

@@ -23,6 +23,7 @@ import numpy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from deepspeed_partition.capture.draws import Rewindable
 from deepspeed_partition.code_names import LIBRARIES, attribute_of, is_librarys, module_of, slots_of
 from deepspeed_partition.generators import GENERATORS
 
@@ -56,8 +57,8 @@ class ReachedObjects:
         note_code: Callable[[Any], None] = lambda _: None,
     ) -> None:
         self.by_name: dict[str, Any] = {}
-        self.files: dict[str, IOBase] = {}
-        """Files that are open for writing, by name."""
+        self.files: dict[str, Any] = {}
+        """Files that are open for writing, and databases, by name."""
         self.left_out: str | None = None
         """The name of the first value that was not looked at, because there are so many."""
         self._seen, self._note_code = set(apart), note_code
@@ -77,8 +78,22 @@ class ReachedObjects:
                 todo.extend(children)
 
     def _note_file(self, name: str, value: Any) -> None:
-        if isinstance(value, IOBase) and not value.closed and value.writable():
+        shown = (sys.__stdout__, sys.__stderr__)  # to whoever runs the program
+        if isinstance(value, IOBase) and not value.closed and value.writable() and value not in shown:
             self.files[name] = value
+
+    def _note_files_of(self, name: str, value: Any) -> None:
+        """Note the files of an object of Python's own, such as a table of csv, a process or an archive."""
+        value = value._iterator if isinstance(value, Rewindable) else value  # a cursor gives rows
+        package = module_of(type(value)).partition(".")[0]
+        if package == "_csv":
+            for method in gc.get_referents(value):  # by which a writer writes to its file
+                self._note_file(name, getattr(method, "__self__", None))
+        elif package == "sqlite3":
+            self.files[name] = value
+        elif package in sys.stdlib_module_names and isinstance(table := attribute_of(value, "__dict__"), dict):
+            for key, member in list(table.items()):
+                self._note_file(f"{name}.{key}", member)
 
     def _children(self, name: str, value: Any) -> Iterable[tuple[str, Any]] | None:
         """What is in a value and may lead to objects, by name; None where there is nothing to look for."""
@@ -106,9 +121,7 @@ class ReachedObjects:
             return [(f"{name}.{key}", getattr(value, key)) for key in ("func", "args", "keywords")]
         table = attributes_of(value)
         if table is None:
-            if module_of(type(value)) == "_csv":
-                for method in gc.get_referents(value):  # by which a writer writes to its file
-                    self._note_file(name, getattr(method, "__self__", None))
+            self._note_files_of(name, value)
             return found or None
         if not _is_record(value):
             self.by_name[name] = value

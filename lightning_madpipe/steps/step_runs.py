@@ -29,7 +29,7 @@ from lightning_madpipe.steps.micro_batches import MicroBatch
 from lightning_madpipe.steps.own_generators import OwnGenerators
 from lightning_madpipe.steps.recorded_calls import Call, recorded_loggers
 from lightning_madpipe.steps.what_layers_set import LayerTraces
-from lightning_madpipe.steps.written_files import writing_told
+from lightning_madpipe.steps.written_files import OpenFiles, WritingTold
 
 
 class StepRuns:
@@ -63,6 +63,9 @@ class StepRuns:
         self._is_cut = is_cut
         self._traces = traces
         self._counts_told: set[str] = set()
+        self._writing_told: dict[str, WritingTold] = {}
+        self.open_files = OpenFiles()
+        """What steps may write to that was open before them."""
         self.ended: Mapping[str, int] = {}
         """Where generators were when a step that was rehearsed had ended."""
         self.drawn_from: set[str] = set()
@@ -170,7 +173,9 @@ class StepRuns:
         yield counts_told(self._module.trainer.optimizers, tell_of_count)
         yield left_untouched(self._module, step, self._error)
         yield pipeline_of(self._module).elsewhere.listed()
-        yield writing_told(step, _say_of_files)
+        yield self.open_files.of_step()
+        # Within the former, which flushes files.
+        yield self._writing_told.setdefault(step, WritingTold(step, self._say_of_files))
 
     def _tell_draws(
         self, step: str, begun: Mapping[int, bytes], ended: Mapping[str, int], common: Collection[str]
@@ -182,6 +187,10 @@ class StepRuns:
         if common or is_of_torch:
             sentence = draws_in_words(step, [*common, *["torch"] * is_of_torch])
             warn_once(f"draws/{type(self._module).__name__}/{step}", sentence)
+
+    def _say_of_files(self, sentence: str) -> None:
+        step, does, *_ = sentence.split()  # files may have another name in each step
+        warn_once(f"written/{type(self._module).__name__}/{step}/{does}", sentence)
 
     def _note_end(self, ended: Mapping[str, int], common: Collection[str]) -> None:
         self.ended = ended
@@ -204,10 +213,6 @@ def draws_in_words(step: str, common: Collection[str]) -> str:
         "other numbers than in one process, unless the step seeds them itself; a generator of its own, such as "
         "self.rng = random.Random(0), gives the same ones"
     )
-
-
-def _say_of_files(sentence: str) -> None:
-    warn_once(f"written/{sentence.partition(' ')[0]}", sentence)
 
 
 def _cloned(value: Any) -> Any:

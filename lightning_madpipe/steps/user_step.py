@@ -52,6 +52,7 @@ from lightning_madpipe.steps.step_runs import StepRuns
 from lightning_madpipe.steps.step_side_effects import Leftovers, Place, reached_objects
 from lightning_madpipe.steps.tensor_comparison import as_real, has_gradient
 from lightning_madpipe.steps.what_layers_set import LayerTraces
+from lightning_madpipe.steps.written_files import OpenFiles
 
 SKIPPING = (
     "; a batch cannot be skipped in its step, because the other stages are in the middle of it: return a loss "
@@ -143,6 +144,11 @@ class UserSteps:
     def drawn_from(self) -> set[str]:
         """The common generators that steps which were rehearsed have drawn from."""
         return self._runs.drawn_from
+
+    @property
+    def open_files(self) -> OpenFiles:
+        """What steps may write to that was open before them."""
+        return self._runs.open_files
 
     @property
     def told_of_draws(self) -> set[str]:

@@ -1,35 +1,23 @@
-"""Files that a step writes: it runs once per micro-batch, on the first stage up to its call, and in trials."""
+"""Files, pipes, tables and connections that a step writes to.
+
+A step runs once per micro-batch, on the first stage up to its call of the layers, and in trials. What it does to
+its module is brought together or undone; what it has written is written. So it is said once.
+"""
 
 from __future__ import annotations
 
-import builtins
 import io
+import logging
+import os
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
-
-@contextmanager
-def writing_told(step: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Say of a file that is opened for writing meanwhile how often that happens."""
-    opened = builtins.open
-
-    def watched(file: Any, mode: str = "r", *arguments: Any, **keywords: Any) -> Any:
-        if set(mode) & set("wax+"):
-            say(
-                f"{step} opens {str(file)!r} for writing, and a step runs on the last stage once per micro-batch, "
-                "up to its call of the layers on the first one, and in trials: each of these writes. Write in a "
-                "hook, such as on_train_batch_end, on one rank"
-            )
-        return opened(file, mode, *arguments, **keywords)
-
-    of_io = io.open
-    try:
-        builtins.open = io.open = watched
-        yield
-    finally:
-        builtins.open, io.open = opened, of_io
-
+from deepspeed_partition.code_names import LIBRARIES, is_installed, is_librarys, module_of
+from lightning_madpipe.finding.step_call import replaced
 
 OPENED_BEFORE = (
     "{step} writes to {names}, opened before it, and a step runs on the last stage once per micro-batch and in "
@@ -37,20 +25,241 @@ OPENED_BEFORE = (
     "have opened get nothing. Write in a hook, such as on_train_batch_end, on one rank"
 )
 """What is said once of a step that writes to files that were open when it began."""
+_DOES = (
+    "{does}, and a step runs on the last stage once per micro-batch, up to its call of the layers on the first "
+    "one, and in trials: each of these {verb}. {verb_to_do} in a hook, such as on_train_batch_end, on one rank"
+)
+
+_OPENS = (
+    ("builtins", "open"), ("io", "open"), ("bz2", "_builtin_open"), ("tarfile", "bltn_open"),
+    ("torch.serialization", "_open_zipfile_writer"),
+)  # fmt: skip
+"""Functions that open files, where they are looked up."""
+_SENDS = (
+    *(("socket.socket", name) for name in ("send", "sendall", "sendmsg", "sendto")),
+    *(("ssl.SSLSocket", name) for name in ("send", "sendall", "sendto")),
+    *(("multiprocessing.connection._ConnectionBase", name) for name in ("send", "send_bytes")),
+    ("multiprocessing.queues.Queue", "put"),
+    ("multiprocessing.queues.SimpleQueue", "put"),
+    ("tensorboard.summary.writer.event_file_writer.EventFileWriter", "add_event"),
+    ("tensorboardX.event_file_writer.EventFileWriter", "add_event"),
+    ("wandb.sdk.wandb_run.Run", "_log"),
+)
+"""Methods by which something leaves the process, or gets to a thread that writes it."""
 
 
-def places_of(files: Mapping[str, io.IOBase]) -> dict[str, tuple[io.IOBase, int]]:
-    """Where each file is that can say so."""
-    found = {}
-    for name, file in files.items():
-        try:
-            found[name] = file, file.tell()
-        except (OSError, ValueError):  # a terminal, or one that was closed
-            continue
-    return found
+class WritingTold:
+    """Context in which is said of what a step opens for writing, and of what it sends, how often that happens.
+
+    Each step enters one, so that it is made once.
+
+    Args:
+        step: The name of the step.
+        say: Is given what is said.
+    """
+
+    def __init__(self, step: str, say: Callable[[str], None]) -> None:
+        self._step, self._say = step, say
+        self._thread: int | None = None
+        """The one that runs the step; None: none does."""
+        self._watched: dict[tuple[str, ...], _Watched] = {}
+        """The functions that are watched, by where they stand."""
+
+    def __enter__(self) -> None:
+        self._thread = threading.get_ident()
+        for place, name in _OPENS:
+            if (owner := sys.modules.get(place)) is not None and hasattr(owner, name):
+                self._watch((place, name), owner, self._opening)
+        for place, name in _SENDS:
+            module, _, kind = place.rpartition(".")
+            if (owner := getattr(sys.modules.get(module), kind, None)) is not None:
+                self._watch((place, name), owner, self._sending)
+        self._watch(("os", "write"), os, self._writing)
+        self._watch(("logging", "FileHandler", "emit"), logging.FileHandler, self._logging)
+
+    def __exit__(self, *_: object) -> None:
+        for watched in self._watched.values():
+            watched.end()
+        self._thread = None
+
+    def _watch(self, place: tuple[str, ...], owner: Any, around: Callable[[Any, str], Any]) -> None:
+        watched, name = self._watched.get(place), place[-1]
+        found = getattr(owner, name)
+        if watched is not None and watched.stand_in is found:  # a step within a step
+            return
+        if watched is None or watched.function is not found:
+            watched = self._watched[place] = _Watched(owner, name, found, around(found, name))
+        watched.begin()
+
+    def _tell(self, does: str, verb: str = "writes", verb_to_do: str = "Write") -> None:
+        # Other threads may write, too; and what was imported meanwhile may have taken a function from here.
+        if self._thread == threading.get_ident():
+            self._say(_DOES.format(does=f"{self._step} {does}", verb=verb, verb_to_do=verb_to_do))
+
+    def _opening(self, opens: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def opened(file: Any, mode: str = "r", *arguments: Any, **keywords: Any) -> Any:
+            if set(mode) & set("wax+"):
+                self._tell(f"opens {str(file)!r} for writing")
+            return opens(file, mode, *arguments, **keywords)
+
+        def opened_by_torch(file: Any) -> Any:
+            if not hasattr(file, "write"):
+                self._tell(f"opens {str(file)!r} for writing")
+            return opens(file)
+
+        return opened_by_torch if name == "_open_zipfile_writer" else opened
+
+    def _sending(self, sends: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def sent(sender: Any, *arguments: Any, **keywords: Any) -> Any:
+            if not _sends_for_itself(sys._getframe(1).f_globals.get("__name__") or ""):
+                self._tell(f"calls {type(sender).__name__}.{name.lstrip('_')}()", "sends", "Send")
+            return sends(sender, *arguments, **keywords)
+
+        return sent
+
+    def _logging(self, emits: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def emitted(handler: Any, record: Any) -> Any:
+            if record.name != "py.warnings" and not _is_librarys(record.name):
+                self._tell(f"logs to {handler.baseFilename!r}", "logs", "Log")
+            return emits(handler, record)
+
+        return emitted
+
+    def _writing(self, writes: Callable[..., int], name: str) -> Callable[..., int]:
+        def written(number: int, data: Any) -> int:
+            if number not in (1, 2) and not is_installed(sys._getframe(1).f_globals.get("__name__")):
+                self._tell(f"writes to the file descriptor {number}")
+            return writes(number, data)
+
+        return written
 
 
-def written_since(places: Mapping[str, tuple[io.IOBase, int]]) -> list[str]:
-    """The names of the files that are elsewhere now."""
-    now = places_of({name: file for name, (file, _) in places.items()})
-    return [name for name, (_, place) in places.items() if name in now and now[name][1] != place]
+class _Watched:
+    """A function of a module, or a method of a class, and what stands there while a step runs."""
+
+    def __init__(self, owner: Any, name: str, function: Any, stand_in: Any) -> None:
+        self.function, self.stand_in = function, stand_in
+        self._owner, self._name = owner, name
+        self._is_own = name in vars(owner)
+
+    def begin(self) -> None:
+        setattr(self._owner, self._name, self.stand_in)
+
+    def end(self) -> None:
+        if vars(self._owner).get(self._name) is not self.stand_in:
+            return
+        if self._is_own:
+            setattr(self._owner, self._name, self.function)
+        else:  # a method of a base
+            delattr(self._owner, self._name)
+
+
+def _is_librarys(module: str) -> bool:
+    return module.partition(".")[0] in LIBRARIES
+
+
+def _sends_for_itself(module: str) -> bool:
+    """Whether this is code of a library that sends something to workers, such as those of a loader."""
+    return module.startswith("multiprocessing.") or (_is_librarys(module) and "tensorboard" not in module)
+
+
+class OpenFiles:
+    """Files, pipes and databases that were open before a step, and those of them that it has written to."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, tuple[Any, int]] = {}
+        self._silent: dict[str, Any] = {}
+        """Those that do not tell how much was written to them."""
+        self._written: dict[str, None] = {}
+
+    def begin(self, found: Mapping[str, Any]) -> None:
+        """Begin with a batch: nothing was written yet to what is open for writing, given by name."""
+        self.forget()
+        for name, file in found.items():
+            place = _place_of(file)
+            if place is None:
+                self._silent[name] = file
+            else:
+                self._places[name] = file, place
+        if _is_programs(sys.stdout):  # where it stands, others write, too
+            self._silent["sys.stdout"] = sys.stdout
+
+    def forget(self) -> None:
+        """Look at nothing any more."""
+        self._places, self._silent, self._written = {}, {}, {}
+
+    @contextmanager
+    def of_step(self) -> Iterator[None]:
+        """See what a step writes meanwhile to what does not tell it afterwards."""
+        with ExitStack() as stack:
+            for name, file in self._silent.items():
+                stack.enter_context(_write_noted(file, partial(self._note, name)))
+            yield
+
+    def written(self) -> list[str]:
+        """The names of what steps have written to since :meth:`begin`."""
+        self._note_moved()
+        return list(self._written)
+
+    def _note(self, name: str) -> None:
+        self._written[name] = None
+
+    def _note_moved(self) -> None:
+        for name, (file, place) in self._places.items():
+            if _place_of(file) not in (place, None):
+                self._note(name)
+
+
+def _place_of(file: Any) -> int | None:
+    """How much was written to a file or a database; None where it does not tell."""
+    database = getattr(file, "connection", file)
+    try:
+        return int(database.total_changes if hasattr(database, "total_changes") else file.tell())
+    except Exception:  # a pipe, one that was closed, or one of a class of the program
+        return None
+
+
+def _is_programs(output: Any) -> bool:
+    """Whether the program has put this into the place of standard output: what is printed may be kept."""
+    kind = type(output)
+    if output is None or output is sys.__stdout__ or is_librarys(kind):
+        return False
+    with suppress(Exception):
+        if output.fileno() in (1, 2):  # opened anew, such as for another encoding
+            return False
+    return kind in (io.StringIO, io.TextIOWrapper) or not is_installed(module_of(kind))
+
+
+@contextmanager
+def _write_noted(file: Any, note: Callable[[], None]) -> Iterator[None]:
+    """Note that something is written meanwhile."""
+    # A table of csv has taken the file's own ``write``, behind which texts wait to be written to the buffer.
+    buffer = file.buffer if type(file) is io.TextIOWrapper else None
+    with ExitStack() as stack:
+        if buffer is not None:
+            _flush(file)
+            stack.enter_context(_noted(buffer, note))
+            stack.callback(_flush, file)
+        stack.enter_context(_noted(file, note))
+        yield
+
+
+@contextmanager
+def _noted(file: Any, note: Callable[[], None]) -> Iterator[None]:
+    writes = getattr(file, "write", None)
+    if writes is None or not hasattr(file, "__dict__"):
+        yield
+        return
+
+    def write(*arguments: Any, **keywords: Any) -> Any:
+        if sys._getframe(1).f_globals.get("__name__") != "logging":
+            note()
+        return writes(*arguments, **keywords)
+
+    with replaced(file, "write", write):
+        yield
+
+
+def _flush(file: Any) -> None:
+    with suppress(OSError, ValueError):  # who writes to it next is told
+        file.flush()

@@ -46,6 +46,32 @@ def test_writing_to_files_that_were_open_before_is_told(two: Records) -> None:
     assert len(said) == 1 and "training_step writes to self.lines, self.table, opened before it" in said[0]
 
 
+WRITES_TO = {
+    "text pipe": "writes to self.target, opened", "printed to a pipe": "writes to self.target, opened",
+    "binary pipe": "writes to self.target, opened", "pipe of bytes": "writes to self.target, opened",
+    "table in a pipe": "writes to self.target, opened", "descriptor": "writes to the file descriptor",
+    "gzip": "writes to self.target, opened", "bz2": "writes to self.target, opened",
+    "lzma": "writes to self.target, opened", "socket": "calls socket.sendall()",
+    "file of a socket": "writes to self.target[0], opened", "connection": "calls Connection.send()",
+    "queue": "calls Queue.put()", "database": "writes to self.target, opened",
+    "cursor": "writes to self.target, opened", "named temporary file": "writes to self.target.file, opened",
+    "archive": "writes to self.target.fp, opened", "process": "writes to self.target.stdin, opened",
+    "opened by bz2": "log.bz2' for writing", "opened by torch": "log.pt' for writing",
+    "standard output": "writes to sys.stdout, opened", "log": "logs to '",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITES_TO)
+def test_writing_where_nothing_tells_how_much_was_written_is_told(two: Records, name: str) -> None:
+    """Lines in pipes, rows in tables and messages came several times, because only places in files were asked."""
+    [said] = [line for rank in two.ranks for line in rank["written_there"][name]]
+    assert said.startswith("training_step ") and WRITES_TO[name] in said
+
+
+def test_nothing_is_told_of_a_step_that_writes_nowhere(two: Records) -> None:
+    assert [rank["written_there"]["none of them"] for rank in two.ranks] == [[], []]
+
+
 @pytest.mark.parametrize("module", ["Flow", "FlowAsForward", "SumsByItself", "ChangesBetween"])
 def test_tensors_that_calls_change_in_place_are_those_of_one_process(two: Records, module: str) -> None:
     """A sum of layers was 0, had no gradient, or was the last one everywhere: each was refused with other reasons.

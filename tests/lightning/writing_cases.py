@@ -5,16 +5,31 @@ Written like ``lightning_cases.py``.
 
 from __future__ import annotations
 
+import bz2
 import csv
+import gzip
 import io
 import itertools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import logging
+import lzma
+import multiprocessing
+import os
+import socket
+import sqlite3
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, redirect_stdout
+from pathlib import Path
+from subprocess import PIPE, Popen
+from tempfile import NamedTemporaryFile
+from typing import Any, NamedTuple, cast
+from zipfile import ZipFile
 
 import torch
 from pytorch_lightning.callbacks import Callback
 from torch.nn import functional as F
 
+from tests.choice import is_chosen
 from tests.lightning import lightning_cases as cases
 from tests.lightning.hook_cases import lines
 from tests.lightning.lightning_cases import Host, seeded, trained
@@ -95,6 +110,111 @@ def repeated(host: Host) -> dict[str, Any]:
     return found
 
 
+class WritesThere(cases.Classifier):
+    """It calls a function that writes, and has what that writes to in an attribute."""
+
+    def __init__(self, target: Any, write: Callable[[Any], object]) -> None:
+        super().__init__(optimizer="sgd")
+        self.target, self.write = target, write
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.write(self.target)
+        return loss
+
+
+class Tee:
+    """What a program puts into the place of standard output, to keep what is printed."""
+
+    def __init__(self) -> None:
+        self.kept: deque[str] = deque()
+
+    def write(self, text: str) -> int:
+        self.kept.append(text)
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+Opened = tuple[Any, Callable[[Any], object]]
+
+
+def pipe(mode: str, **options: Any) -> Any:
+    """The end of a pipe that is written to; the other one is open as long as this process."""
+    return os.fdopen(os.pipe()[1], mode, **options)
+
+
+def database() -> sqlite3.Connection:
+    connection = sqlite3.connect(":memory:")
+    connection.execute("CREATE TABLE losses (loss)")
+    return connection
+
+
+def opened(opens: Callable[..., Any], *arguments: Any) -> Any:
+    """What stays open as long as it is used."""
+    return opens(*arguments)
+
+
+def logger(path: Path) -> logging.Logger:
+    found = logging.getLogger("writing_cases")
+    found.addHandler(logging.FileHandler(path))
+    return found
+
+
+SQL = "INSERT INTO losses VALUES (1)"
+OPENED: dict[str, Callable[[Path], Opened]] = {
+    "text pipe": lambda _: (pipe("w"), lambda file: file.write("loss")),
+    "printed to a pipe": lambda _: (pipe("w"), lambda file: print("loss", file=file)),
+    "binary pipe": lambda _: (pipe("wb"), lambda file: file.write(b"loss")),
+    "pipe of bytes": lambda _: (pipe("wb", buffering=0), lambda file: file.write(b"loss")),
+    "table in a pipe": lambda _: (csv.writer(pipe("w")), lambda table: table.writerow(["loss"])),
+    "descriptor": lambda _: (os.pipe()[1], lambda number: os.write(number, b"loss")),
+    "gzip": lambda folder: (opened(gzip.open, folder / "log.gz", "wb"), lambda file: file.write(b"loss")),
+    "bz2": lambda folder: (opened(bz2.open, folder / "log.bz2", "wt"), lambda file: file.write("loss")),
+    "lzma": lambda folder: (opened(lzma.open, folder / "log.xz", "wt"), lambda file: file.write("loss")),
+    "socket": lambda _: (socket.socketpair(), lambda pair: pair[0].sendall(b"loss")),
+    "file of a socket": lambda _: (list(_file_of_socket()), lambda files: files[0].write("loss")),
+    "connection": lambda _: (multiprocessing.Pipe(), lambda pair: pair[1].send("loss")),
+    "queue": lambda _: (multiprocessing.Queue(), lambda queue: queue.put("loss")),
+    "database": lambda _: (database(), lambda table: table.execute(SQL)),
+    "cursor": lambda _: (database().cursor(), lambda table: table.execute(SQL)),
+    "named temporary file": lambda _: (opened(NamedTemporaryFile, "w"), lambda file: file.write("loss")),
+    "archive": lambda folder: (ZipFile(folder / "log.zip", "w"), lambda file: file.writestr("a", "loss")),
+    "process": lambda _: (Popen(["cat"], stdin=PIPE), lambda process: process.stdin.write(b"loss")),
+    "log": lambda folder: (logger(folder / "log"), lambda logger: logger.warning("loss")),
+    "opened by bz2": lambda folder: (folder / "log.bz2", lambda path: bz2.open(path, "w").close()),
+    "opened by torch": lambda folder: (folder / "log.pt", lambda path: torch.save(1.0, path)),
+    "standard output": lambda _: (None, lambda _: print("loss")),
+    "none of them": lambda _: ([pipe("w"), socket.socketpair(), database()], lambda _: None),
+}  # fmt: skip
+"""What opens something, and how a step writes to it."""
+
+
+def _file_of_socket() -> Iterator[Any]:
+    one, other = socket.socketpair()
+    yield one.makefile("w")
+    yield other
+
+
+def written_there(host: Host) -> dict[str, Any]:
+    """What is said of steps that write where nothing tells how much was written."""
+    found = {}
+    for name, opened in OPENED.items():
+        if not is_chosen(name):
+            continue
+        folder = host.folder / name
+        folder.mkdir(exist_ok=True)
+        with lines() as said, ExitStack() as stack:
+            if name == "standard output":
+                stack.enter_context(redirect_stdout(cast(Any, Tee())))
+            kind = type(f"Writes {name}", (WritesThere,), {})  # of one class a line is said once
+            module = seeded(lambda kind=kind, opened=opened, folder=folder: kind(*opened(folder)))
+            trained(host, module, data=cases.loader(32), max_epochs=1)
+        found[name] = [line for line in said if "training_step" in line]
+    return found
+
+
 class Pair(NamedTuple):
     name: str
     factors: Any
@@ -123,4 +243,4 @@ SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     2: [numbers_of_layers, drawn_from_tuples],
     4: [],
 }
-ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [repeated], 4: []}
+ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [repeated, written_there], 4: []}
