@@ -758,13 +758,36 @@ def data_in_memory_that_is_filled_again(_: Path) -> None:
 
 
 def labels_that_a_loss_writes(_: Path) -> None:
-    """An iterator that gives the same tensors again gives them as the loss has left them, as in one process."""
+    """An iterator that gives the same tensors again gives them as the loss has left them, as in one process.
+
+    Labels that were slices of one tensor were left as they were but for the first ones: 7 to 25 % off, in silence.
+    """
     once = batches(1)
     expected = train_alone(mlp(), 4 * copy.deepcopy(once), two_groups, loss_fn=turning)
+    together = torch.cat([labels for _, labels in once[0]])
+    sliced = [(inputs, together[4 * i : 4 * i + 4]) for i, (inputs, _) in enumerate(once[0])]
+    for items in (once[0], sliced):
+        engine, _, _ = start(mlp(), "madpipe", planned(cut()), optimizer=two_groups, loss_fn=turning)
+        losses = [float(engine.train_batch(iter(items))) for _ in range(4)]
+        if engine.is_last_stage():
+            same(losses, expected)
+
+
+def labels_that_a_loss_writes_in_inference_mode(_: Path) -> None:
+    """A program's own mode around an evaluation: torch counts no writes to copies that were made in it."""
     engine, _, _ = start(mlp(), "madpipe", planned(cut()), optimizer=two_groups, loss_fn=turning)
-    losses = [float(engine.train_batch(iter(once[0]))) for _ in range(4)]
-    if engine.is_last_stage():
-        same(losses, expected)
+    train(engine, batches(1))
+    for is_made_within in (False, True):
+        [items] = batches(1)
+        together = torch.cat([labels for _, labels in items])
+        expected = (together + 3).remainder(4)
+        with torch.inference_mode():
+            together = together.clone() if is_made_within else together
+            sliced = [(inputs, together[4 * i : 4 * i + 4]) for i, (inputs, _) in enumerate(items)]
+            for _ in range(3):
+                engine.eval_batch(iter(sliced))
+            if engine.is_last_stage():
+                assert torch.equal(together, expected)
 
 
 # Activation checkpointing, and half precision
@@ -1413,7 +1436,7 @@ CASES = [
     attributes_and_hooks_of_layers_that_move, what_layers_count_goes_with_them, averages_of_weights,
     what_hinders_a_move_is_refused_before_the_warm_up,
     checkpoints_that_begin_at_words, batch_normalization_in_half_precision,
-    data_in_memory_that_is_filled_again, labels_that_a_loss_writes,
+    data_in_memory_that_is_filled_again, labels_that_a_loss_writes, labels_that_a_loss_writes_in_inference_mode,
     replaced_at_the_end_of_a_step, schedules_and_instructions_that_were_replaced, data_that_the_first_stage_sends,
     layers_with_several_parameters, a_module_that_stands_at_several_places, weights_that_are_shared_otherwise,
     a_cut_of_deepspeeds_with_copies_of_different_classes,

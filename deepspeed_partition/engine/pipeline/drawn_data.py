@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy
 import torch
@@ -38,13 +39,22 @@ def gives_own_memory(iterator: Any) -> bool:
     return getattr(iterator, "gives_own_memory", False) is True
 
 
-class _Original(NamedTuple):
-    """A tensor as it was drawn, beside its copy."""
+@dataclass(slots=True)
+class _Original:
+    """A tensor as it was drawn, beside its copy; versions are None where torch counts no writes."""
 
     tensor: torch.Tensor
-    version: int
+    version: int | None
     copy: torch.Tensor
-    version_of_copy: int
+    version_of_copy: int | None
+
+    def is_to_be_written(self) -> bool:
+        """Whether the copy was written to, and the tensor was not."""
+        if _version(self.tensor) != self.version:
+            return False
+        if self.version_of_copy is not None:
+            return _version(self.copy) != self.version_of_copy
+        return not torch.equal(self.tensor, self.copy)
 
 
 class Originals:
@@ -65,29 +75,38 @@ class Originals:
     def note(self, number: int, drawn: Iterable[torch.Tensor], copies: Iterable[torch.Tensor]) -> None:
         """Note the tensors of a batch or a micro-batch, and their copies; numbers grow."""
         pairs = zip(drawn, copies, strict=True)
-        # Of what inference mode has made, torch counts no writes: a user's own, around an evaluation.
-        noted = [
-            _Original(own, own._version, copy, copy._version)
-            for own, copy in pairs
-            if own is not copy and not (own.is_inference() or copy.is_inference())
-        ]
+        noted = [_Original(own, _version(own), copy, _version(copy)) for own, copy in pairs if own is not copy]
         self._by_number[number] = noted
         self._last_number.update((_memory_of(each.tensor), number) for each in noted)
 
     def write_back(self, number: int) -> None:
         """Write what was written into copies into what was drawn, if the iterator has not filled it again."""
-        for own, version, copy, version_of_copy in self._by_number.pop(number, ()):
-            is_newest = self._last_number.get(_memory_of(own)) == number
+        for each in self._by_number.get(number, ()):
+            is_newest = self._last_number.get(_memory_of(each.tensor)) == number
             if is_newest:
-                del self._last_number[_memory_of(own)]
-            if is_newest and own._version == version and copy._version != version_of_copy:
-                with torch.no_grad():
-                    own.copy_(copy)
+                del self._last_number[_memory_of(each.tensor)]
+            if is_newest and each.is_to_be_written():
+                self._write(each)
+        self._by_number.pop(number, None)
+
+    def _write(self, original: _Original) -> None:
+        # Slices of one tensor count their writes together.
+        others = [each for noted in self._by_number.values() for each in noted if each.version is not None]
+        untouched = [each for each in others if _version(each.tensor) == each.version]
+        # One that inference mode has made, a user's own around an evaluation, can be written in it alone.
+        with torch.inference_mode(original.tensor.is_inference()), torch.no_grad():
+            original.tensor.copy_(original.copy)
+        for each in untouched:
+            each.version = _version(each.tensor)
 
 
 def tensors_in(value: Any) -> Sequence[torch.Tensor]:
     """The tensors in tuples, lists and dicts."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 def _memory_of(tensor: torch.Tensor) -> int:
