@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections import deque
 from itertools import islice
-from types import BuiltinMethodType, MethodType, MethodWrapperType
+from types import BuiltinMethodType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+
+from deepspeed_partition.code_names import is_installed
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 """The types of what a program draws random numbers from."""
@@ -96,6 +98,8 @@ def members_of(value: Any) -> dict[str, Any] | None:
     """The attributes of an object of the program, such as a meter; None of anything else."""
     kind = type(value)
     if isinstance(value, nn.Module | type | torch.Tensor) or callable(value) or not hasattr(value, "__dict__"):
+        return None
+    if isinstance(value, ModuleType) and is_installed(value.__name__):  # which loads parts of itself at any time
         return None
     table = vars(value)
     of_library = str(kind.__module__).partition(".")[0] in (*_LIBRARIES, *_OF_THREADS)

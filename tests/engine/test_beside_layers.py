@@ -1,0 +1,62 @@
+"""What layers of several stages reach beside their outputs, and change: told where another layer may want it."""
+
+from __future__ import annotations
+
+import colorsys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("deepspeed")
+
+from deepspeed_partition.engine.pipeline import beside_layers  # noqa: E402
+from deepspeed_partition.engine.pipeline.beside_layers import SharedThings  # noqa: E402
+
+helpers, own = ModuleType("helpers"), ModuleType("own")
+helpers.colorsys, helpers.own = colorsys, own  # type: ignore[attr-defined]
+
+
+def _count(module: ModuleType) -> None:
+    vars(module)["part"] = vars(module).get("part", 0) + 1
+
+
+class LoadsParts(torch.nn.Module):
+    """Uses an installed module, which sets attributes of its own when it is used."""
+
+    def forward(self, x: Any) -> Any:
+        _count(helpers.colorsys)
+        return x
+
+
+class HoldsModule(torch.nn.Module):
+    """Has an installed module in an attribute, as layers do that compute with NumPy or with something like it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backend = colorsys
+
+    def forward(self, x: Any) -> Any:
+        _count(self.backend)
+        return x
+
+
+class LeavesInModule(torch.nn.Module):
+    """Leaves something in a module of the program."""
+
+    def forward(self, x: Any) -> Any:
+        _count(helpers.own)
+        return x
+
+
+@pytest.mark.parametrize("kind, is_told", [(LoadsParts, False), (HoldsModule, False), (LeavesInModule, True)])
+def test_of_modules_only_the_programs_are_told(kind: Any, is_told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of layers that used an installed module it was said that they hand it something."""
+    said: list[str] = []
+    monkeypatch.setattr(beside_layers, "warn_once", lambda _, sentence: said.append(sentence))
+    layers = [kind(), kind()]
+    shared = SharedThings(layers, [0, 1])
+    with shared.told(0):
+        layers[0](torch.ones(3))
+    assert bool(said) == is_told
