@@ -175,7 +175,7 @@ class StepRuns:
         yield pipeline_of(self._module).elsewhere.listed()
         yield self.open_files.of_step()
         # Within the former, which flushes files.
-        yield self._writing_told.setdefault(step, WritingTold(step, self._say_of_files))
+        yield self._writing_told.setdefault(step, WritingTold(step, self._say_of_files)).watching()
 
     def _tell_draws(
         self, step: str, begun: Mapping[int, bytes], ended: Mapping[str, int], common: Collection[str]

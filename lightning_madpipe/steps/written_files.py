@@ -12,12 +12,13 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 from deepspeed_partition.code_names import LIBRARIES, is_installed, is_librarys, module_of
 from lightning_madpipe.finding.step_call import replaced
+from lightning_madpipe.steps.ending_contexts import EndingContexts
 
 OPENED_BEFORE = (
     "{step} writes to {names}, opened before it, and a step runs on the last stage once per micro-batch and in "
@@ -49,9 +50,9 @@ _SENDS = (
 
 
 class WritingTold:
-    """Context in which is said of what a step opens for writing, and of what it sends, how often that happens.
+    """Says of what a step opens for writing, and of what it sends, how often that happens.
 
-    Each step enters one, so that it is made once.
+    It is made once, because each run of a step is watched.
 
     Args:
         step: The name of the step.
@@ -62,34 +63,51 @@ class WritingTold:
         self._step, self._say = step, say
         self._thread: int | None = None
         """The one that runs the step; None: none does."""
-        self._watched: dict[tuple[str, ...], _Watched] = {}
+        self._watched: dict[tuple[str, str], _Watched] = {}
         """The functions that are watched, by where they stand."""
+        self._begun: list[_Watched] = []
+        self._num_modules = 0
 
-    def __enter__(self) -> None:
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Say it of what happens meanwhile."""
+        try:
+            self._begin()
+            yield
+        finally:
+            try:
+                self._end()
+            finally:  # a signal handler may have raised within the former
+                self._end()
+
+    def _begin(self) -> None:
         self._thread = threading.get_ident()
+        if len(sys.modules) != self._num_modules:
+            self._num_modules = len(sys.modules)
+            self._find()
+        for watched in self._watched.values():
+            self._begun.append(watched)
+            watched.begin()
+
+    def _end(self) -> None:
+        while self._begun:
+            self._begun[-1].end()
+            self._begun.pop()
+        self._thread = None
+
+    def _find(self) -> None:
         for place, name in _OPENS:
-            if (owner := sys.modules.get(place)) is not None and hasattr(owner, name):
+            if hasattr(owner := sys.modules.get(place), name):
                 self._watch((place, name), owner, self._opening)
         for place, name in _SENDS:
             module, _, kind = place.rpartition(".")
             if (owner := getattr(sys.modules.get(module), kind, None)) is not None:
                 self._watch((place, name), owner, self._sending)
         self._watch(("os", "write"), os, self._writing)
-        self._watch(("logging", "FileHandler", "emit"), logging.FileHandler, self._logging)
+        self._watch(("logging.FileHandler", "emit"), logging.FileHandler, self._logging)
 
-    def __exit__(self, *_: object) -> None:
-        for watched in self._watched.values():
-            watched.end()
-        self._thread = None
-
-    def _watch(self, place: tuple[str, ...], owner: Any, around: Callable[[Any, str], Any]) -> None:
-        watched, name = self._watched.get(place), place[-1]
-        found = getattr(owner, name)
-        if watched is not None and watched.stand_in is found:  # a step within a step
-            return
-        if watched is None or watched.function is not found:
-            watched = self._watched[place] = _Watched(owner, name, found, around(found, name))
-        watched.begin()
+    def _watch(self, place: tuple[str, str], owner: Any, around: Callable[[Any, str], Any]) -> None:
+        self._watched.setdefault(place, _Watched(owner, place[1], around))
 
     def _tell(self, does: str, verb: str = "writes", verb_to_do: str = "Write") -> None:
         # Other threads may write, too; and what was imported meanwhile may have taken a function from here.
@@ -137,19 +155,24 @@ class WritingTold:
 class _Watched:
     """A function of a module, or a method of a class, and what stands there while a step runs."""
 
-    def __init__(self, owner: Any, name: str, function: Any, stand_in: Any) -> None:
-        self.function, self.stand_in = function, stand_in
-        self._owner, self._name = owner, name
-        self._is_own = name in vars(owner)
+    def __init__(self, owner: Any, name: str, around: Callable[[Any, str], Any]) -> None:
+        self._owner, self._name, self._around = owner, name, around
+        self._function = self._stand_in = None
 
     def begin(self) -> None:
-        setattr(self._owner, self._name, self.stand_in)
+        function = getattr(self._owner, self._name)
+        if function is self._stand_in:  # a step within a step
+            return
+        if function is not self._function:
+            self._function, self._stand_in = function, self._around(function, self._name)
+            self._is_own = self._name in vars(self._owner)
+        setattr(self._owner, self._name, self._stand_in)
 
     def end(self) -> None:
-        if vars(self._owner).get(self._name) is not self.stand_in:
+        if vars(self._owner).get(self._name) is not self._stand_in:
             return
         if self._is_own:
-            setattr(self._owner, self._name, self.function)
+            setattr(self._owner, self._name, self._function)
         else:  # a method of a base
             delattr(self._owner, self._name)
 
@@ -191,10 +214,14 @@ class OpenFiles:
     @contextmanager
     def of_step(self) -> Iterator[None]:
         """See what a step writes meanwhile to what does not tell it afterwards."""
-        with ExitStack() as stack:
-            for name, file in self._silent.items():
-                stack.enter_context(_write_noted(file, partial(self._note, name)))
-            yield
+        stack = EndingContexts()
+        try:
+            with stack:
+                for name, file in self._silent.items():
+                    stack.enter_context(_write_noted(file, partial(self._note, name)))
+                yield
+        finally:
+            stack.end()
 
     def written(self) -> list[str]:
         """The names of what steps have written to since :meth:`begin`."""
@@ -235,13 +262,17 @@ def _write_noted(file: Any, note: Callable[[], None]) -> Iterator[None]:
     """Note that something is written meanwhile."""
     # A table of csv has taken the file's own ``write``, behind which texts wait to be written to the buffer.
     buffer = file.buffer if type(file) is io.TextIOWrapper else None
-    with ExitStack() as stack:
-        if buffer is not None:
-            _flush(file)
-            stack.enter_context(_noted(buffer, note))
-            stack.callback(_flush, file)
-        stack.enter_context(_noted(file, note))
-        yield
+    stack = EndingContexts()
+    try:
+        with stack:
+            if buffer is not None:
+                _flush(file)
+                stack.enter_context(_noted(buffer, note))
+                stack.callback(_flush, file)
+            stack.enter_context(_noted(file, note))
+            yield
+    finally:
+        stack.end()
 
 
 @contextmanager

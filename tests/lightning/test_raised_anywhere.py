@@ -9,7 +9,10 @@ from __future__ import annotations
 import builtins
 import dis
 import io
+import logging
+import os
 import random
+import socket
 import sys
 import traceback
 from collections.abc import Iterator
@@ -111,6 +114,9 @@ def replaceable(model: Model) -> dict[str, Any]:
         "collectives": distributed_c10d._rank_not_in_group,
         "open": builtins.open,
         "io.open": io.open,
+        "os.write": os.write,
+        "sockets": socket.socket.sendall,
+        "logs": logging.FileHandler.emit,
         "parameters listed": HiddenTensors.listing,
         "hooks' handles": RemovableHandle.__init__,
         "counts told": _Listening.tell,
