@@ -85,26 +85,26 @@ class Draws:
 
 
 class Rewindable(Iterator[Any]):
-    """An iterator that gives again what it has given, from its place on."""
+    """An iterator that gives again what it has given, from its place on. Its names are none of a program's."""
 
-    __slots__ = ("_iterator", "place")
-    _iterator: Iterator[Any]
+    __slots__ = ("madpipe_iterator", "madpipe_place")
+    madpipe_iterator: Iterator[Any]
     """What it stands for."""
-    place: int
+    madpipe_place: int
 
 
 class _Rewound:
     """An iterator that is an attribute, and is put back itself."""
 
     def __init__(self, iterator: Rewindable) -> None:
-        self._iterator, self._before = iterator, iterator.place
+        self._iterator, self._before = iterator, iterator.madpipe_place
 
     @property
     def place(self) -> int:
-        return self._iterator.place
+        return self._iterator.madpipe_place
 
     def put_back(self) -> None:
-        self._iterator.place = self._before
+        self._iterator.madpipe_place = self._before
 
 
 class _Counted(Iterator[Any]):

@@ -15,24 +15,16 @@ program there, and those that the steps' code reads from its file, from function
 from __future__ import annotations
 
 import inspect
-import pickle
-import random
-import zlib
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from io import IOBase
 from operator import is_
 from types import FunctionType, ModuleType, NoneType
 from typing import Any
-from weakref import WeakValueDictionary
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from deepspeed_partition.capture.draws import Rewindable
 from deepspeed_partition.code_names import (
     LIBRARIES,
     STEPS,
@@ -42,82 +34,17 @@ from deepspeed_partition.code_names import (
     module_of,
     names_read,
 )
-from deepspeed_partition.engine.runtime.environment import warn_once
-from deepspeed_partition.engine.runtime.random_state import random_state
 from deepspeed_partition.generators import COMMON, GENERATORS, METHODS, generator_state, set_generator_state
 from lightning_madpipe.module import outside_pipeline
 from lightning_madpipe.steps.reached_objects import attributes_of
+from lightning_madpipe.steps.replayed import RUNS_STEP, Replayed, begins_anew, forget_items, key_of, replayed
 
 DEPTH = 4
 MOST_MEMBERS = 200
 MOST_FUNCTIONS = 200
 
-_RUNS_STEP = ContextVar("_RUNS_STEP", default=False)
-
 States = dict[str, Any]
 """The state of each generator, by its name."""
-
-
-class Replayed(Rewindable):
-    """An iterator that can be put back to where it was since :meth:`forget`."""
-
-    __slots__ = ("__weakref__", "_items", "_name", "_num_forgotten", "_seed")
-
-    def __init__(self, iterator: Iterator[Any], name: str) -> None:
-        self._iterator, self._items, self._name = iterator, deque[Any](), name
-        self._num_forgotten = self.place = 0
-        self._seed = torch.initial_seed()
-
-    def __next__(self) -> Any:
-        while self.place - self._num_forgotten >= len(self._items):
-            self._items.append(self._drawn())
-        self.place += 1
-        return self._items[self.place - 1 - self._num_forgotten]
-
-    def __getattr__(self, name: str) -> Any:
-        if name in (*Replayed.__slots__, *Rewindable.__slots__) or name.startswith("__"):  # while it is copied
-            raise AttributeError(name)
-        return getattr(self._iterator, name)
-
-    def _drawn(self) -> Any:
-        """The next item. What a step draws with it from common generators goes by the item's number alone.
-
-        The first and the last stage draw it in runs that are seeded otherwise, and it is to be the same one.
-        """
-        if not _RUNS_STEP.get():
-            return next(self._iterator)
-        seed = (self._seed + 104729 * (self._num_forgotten + len(self._items))) % 2**32
-        back = random_state()
-        try:
-            random.seed(seed)
-            np.random.seed(seed)
-            torch.random.default_generator.manual_seed(seed)
-            before = _common_states()
-            item = next(self._iterator)
-            if _common_states() != before:
-                warn_once(
-                    f"draws/{self._name}",
-                    f"a step takes items from {self._name}, which draws from the common random generators for "
-                    "them, as a loader with shuffle=True does: these are other numbers than in one process. Give "
-                    "it a generator of its own, as by DataLoader(..., generator=torch.Generator().manual_seed(0))",
-                )
-            return item
-        finally:
-            back()
-
-    def forget(self) -> None:
-        """Forget the items that were given: they are not asked for again."""
-        while self._items and self._num_forgotten < self.place:
-            self._items.popleft()
-            self._num_forgotten += 1
-
-
-_KEPT: WeakValueDictionary[int, Replayed] = WeakValueDictionary()
-
-
-def _replayed(iterator: Iterator[Any], name: str) -> Replayed:
-    """What gives the items of an iterator again, the same wherever that stands; it keeps it, and its identity."""
-    return _KEPT.setdefault(id(iterator), Replayed(iterator, name))
 
 
 _SOURCES = (*GENERATORS, Replayed)
@@ -126,12 +53,12 @@ _PLAIN = (int, float, str, bytes, NoneType, Tensor)
 
 
 def _state_of(source: Any) -> Any:
-    return source.place if isinstance(source, Replayed) else generator_state(source)
+    return source.madpipe_place if isinstance(source, Replayed) else generator_state(source)
 
 
 def _put(source: Any, state: Any) -> None:
     if isinstance(source, Replayed):
-        source.place = state
+        source.madpipe_place = state
     else:
         set_generator_state(source, state)
 
@@ -167,13 +94,13 @@ class OwnGenerators:
             for name, value in list(vars(owner).items()):
                 if isinstance(value, Replayed):
                     if forgets:
-                        value.forget()
-                elif isinstance(value, Iterator) and name not in self._ignored and not isinstance(value, IOBase):
-                    vars(owner)[name] = _replayed(value, f"self.{name}")
+                        forget_items(value)
+                elif _has_items(value) and name not in self._ignored:
+                    vars(owner)[name] = replayed(value, f"self.{name}")
         if forgets:
             for source in self._found.values():
                 if isinstance(source, Replayed):
-                    source.forget()
+                    forget_items(source)
 
     def left(self) -> States:
         """The states in which the steps of these batches have left the generators, but for those that stayed."""
@@ -224,11 +151,11 @@ class OwnGenerators:
         self._put_found(begun)
         self._at_call = {}
         common = {} if ended is None else _keys_of(COMMON)
-        running = _RUNS_STEP.set(True)
+        running = RUNS_STEP.set(True)
         try:
             yield
         finally:
-            _RUNS_STEP.reset(running)
+            RUNS_STEP.reset(running)
             left = self._left[what] = self._states()
             if ended is not None:
                 ends = _keys_of({**found_in(self._module, self._ignored), **COMMON})
@@ -257,15 +184,6 @@ class OwnGenerators:
     def _put_found(self, states: States) -> None:
         for name, generator in self._found.items():
             _put(generator, states[name])
-
-
-def key_of(state: Any) -> int:
-    """A number that tells states apart."""
-    return zlib.crc32(state.numpy().tobytes() if isinstance(state, Tensor) else pickle.dumps(state))
-
-
-def _common_states() -> tuple[Any, ...]:
-    return key_of(random.getstate()), key_of(np.random.get_state()), key_of(torch.get_rng_state())
 
 
 def _keys_of(generators: Mapping[str, Any]) -> dict[str, int]:
@@ -387,15 +305,20 @@ class _Search:
 
 def _gives_items(value: Any) -> bool:
     """Whether this is an iterator whose place is not among its own attributes, which are followed."""
+    return _has_items(value) and attributes_of(value) is None
+
+
+def _has_items(value: Any) -> bool:
+    """Whether this is an iterator whose items can be given again."""
     if isinstance(value, Replayed | IOBase | type) or not isinstance(value, Iterator):
         return False
-    return attributes_of(value) is None
+    return not begins_anew(type(value))
 
 
 def _kept_in(value: Any, name: str, depth: int) -> Any:
     """An iterator that can give its items again; a tuple with such ones in it where it holds iterators."""
     if not isinstance(value, tuple):
-        return _replayed(value, name) if _gives_items(value) else value
+        return replayed(value, name) if _gives_items(value) else value
     if not depth or len(value) > MOST_MEMBERS:
         return value
     kept = [_kept_in(child, f"{name}[{place}]", depth - 1) for place, child in enumerate(value)]

@@ -84,7 +84,7 @@ class ReachedObjects:
 
     def _note_files_of(self, name: str, value: Any) -> None:
         """Note the files of an object of Python's own, such as a table of csv, a process or an archive."""
-        value = value._iterator if isinstance(value, Rewindable) else value  # a cursor gives rows
+        value = value.madpipe_iterator if isinstance(value, Rewindable) else value  # a cursor gives rows
         package = module_of(type(value)).partition(".")[0]
         if package == "_csv":
             for method in gc.get_referents(value):  # by which a writer writes to its file

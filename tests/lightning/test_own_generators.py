@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+import pickle
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,7 +16,7 @@ from torch import nn
 
 from deepspeed_partition.code_names import CodeSearch, function_of
 from deepspeed_partition.generators import generators_of
-from lightning_madpipe.steps.own_generators import found_in
+from lightning_madpipe.steps.own_generators import OwnGenerators, found_in
 
 
 class NotInstalled:
@@ -61,3 +65,83 @@ def test_code_that_names_it_is_read() -> None:
     search = CodeSearch(lambda module: module == __name__)
     search.read(Windows.validation_step, Windows)
     assert (__name__, "cupy") in search.found
+
+
+class Draws(Iterator[int]):
+    """An iterator that has more than items."""
+
+    def __init__(self) -> None:
+        self.data, self.place, self._items = [5, 6, 7, 8], -1, ("own",)
+
+    def __next__(self) -> int:
+        self.place += 1
+        return self.data[self.place]
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __call__(self, number: int) -> list[int]:
+        return [next(self) for _ in range(number)]
+
+    def __getitem__(self, place: int) -> int:
+        return self.data[place]
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    @property
+    def is_at_end(self) -> bool:
+        return self.place == len(self.data) - 1
+
+
+class BeginsAnew(Draws):
+    """One that begins anew in each loop."""
+
+    def __iter__(self) -> BeginsAnew:
+        self.place = -1
+        return self
+
+
+def kept(iterator: Any) -> tuple[Any, OwnGenerators]:
+    """What stands for an iterator of a module, whose items are given again, and who lets it give them again."""
+    module = Windows()
+    module.draws = iterator
+    own = OwnGenerators(module, (), ValueError)
+    own.begin()
+    return module.draws, own
+
+
+def test_what_gives_items_again_is_used_like_the_iterator() -> None:
+    """One that can be called could not be, one with a length had none, and nothing could be set on it."""
+    draws, own = kept(own_draws := Draws())
+    with own.rehearsal():
+        assert draws(2) == [5, 6] and next(draws) == 7
+    assert draws(2) == [5, 6]
+    assert len(draws) == 4 and draws[3] == 8 and isinstance(draws, Draws) and draws.data is own_draws.data
+    assert draws._items == ("own",) and draws.place == 2 and draws.state_dict() == {"place": 2}
+    draws.set_epoch(3)
+    draws.name = "mine"
+    assert own_draws.epoch == 3 and own_draws.name == "mine" and not draws.is_at_end  # type: ignore[attr-defined]
+    del draws.name
+    assert not hasattr(own_draws, "name")
+    for copied in (copy.deepcopy(draws), copy.copy(draws), pickle.loads(pickle.dumps(draws))):
+        assert next(copied) == 7 and type(copied) is type(draws)
+    assert next(draws) == 7
+
+
+def test_what_gives_items_again_is_used_like_a_generator() -> None:
+    draws, own = kept(found for found in (1, 2, 3))
+    with own.rehearsal():
+        assert next(draws) == 1
+    assert list(itertools.islice(draws, 2)) == [1, 2] and draws.gi_frame is not None
+    draws.close()
+    assert draws.gi_frame is None
+
+
+def test_an_iterator_that_begins_anew_does_so() -> None:
+    """``for item in self.draws`` went on where the batch before had left it."""
+    draws, _ = kept(BeginsAnew())
+    assert [list(itertools.islice(draws, 2)) for _ in range(2)] == [[5, 6], [5, 6]]
