@@ -168,6 +168,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
     """
 
     strategy_name = "madpipe"
+    rank_in_step: int | None = None
+    """What steps of the user's are told for their rank; None: outside of steps."""
     namespace: str
     """``pytorch_lightning`` or ``lightning.pytorch``."""
     config: dict[str, Any]
@@ -318,6 +320,11 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
     def pipeline(self) -> PipelineModule:
         """DeepSpeed's module with this rank's layers, which stay the LightningModule's where the user put them."""
         return pipeline_of(self._module)
+
+    @property
+    def global_rank(self) -> int:
+        """This process's number; in a step of the user's that of the process which its pipeline stands for."""
+        return super().global_rank if self.rank_in_step is None else self.rank_in_step
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:

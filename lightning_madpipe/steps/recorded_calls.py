@@ -6,7 +6,10 @@ A logger's experiment lives on rank 0 only, and a step runs on the last stage, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -118,7 +121,7 @@ class RecordedLogger:
         self._madpipe_logger, self._madpipe_recorder = logger, Recorder(place, (), record)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "experiment" or (name.startswith("log_") and name != "log_dir"):
+        if _is_recorded(name):
             return getattr(self._madpipe_recorder, name)
         return getattr(self._madpipe_logger, name)
 
@@ -129,3 +132,56 @@ class RecordedLogger:
 
 def recorded_loggers(loggers: Sequence[Any], record: Callable[[Call], None]) -> list[Any]:
     return [RecordedLogger(logger, place, record) for place, logger in enumerate(loggers)]
+
+
+@contextmanager
+def recorded_by_other_names(loggers: Sequence[Any], record: Callable[[Call], None]) -> Iterator[None]:
+    """Let loggers record what this thread tells them meanwhile, by whatever name it comes to them.
+
+    A program may keep a logger of the Trainer's in a global or in ``self.board``.
+    """
+    before: list[tuple[Any, type]] = []
+    try:
+        for place, logger in enumerate(loggers):
+            kind = type(logger)
+            if kind is RecordedLogger or id(logger) in _RECORDERS:
+                continue
+            try:
+                logger.__class__ = _recording(kind)  # type: ignore[arg-type]
+            except TypeError:  # a class in C, or with slots
+                continue
+            before.append((logger, kind))
+            _RECORDERS[id(logger)] = threading.get_ident(), Recorder(place, (), record)
+        yield
+    finally:
+        for logger, kind in before:
+            logger.__class__ = kind
+            del _RECORDERS[id(logger)]
+
+
+_RECORDERS: dict[int, tuple[int, Recorder]] = {}
+"""What loggers record with, and for which thread, by ``id``."""
+
+
+@functools.cache
+def _recording(kind: type) -> type:
+    """A class of loggers that record what their ``kind`` would do."""
+
+    def recording(name: str) -> property:
+        def read(logger: Any) -> Any:
+            thread, recorder = _RECORDERS.get(id(logger), (None, None))
+            if recorder is not None and thread == threading.get_ident():
+                return getattr(recorder, name)
+            return getattr(super(own, logger), name)
+
+        return property(read)
+
+    names = [name for name in dir(kind) if _is_recorded(name)]
+    table = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    own = type(kind)(kind.__name__, (kind,), {**table, **{name: recording(name) for name in names}})
+    return own
+
+
+def _is_recorded(name: str) -> bool:
+    """Whether a logger tells the outside something by the attribute of this name."""
+    return name == "experiment" or (name.startswith("log_") and name != "log_dir")

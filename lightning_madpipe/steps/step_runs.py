@@ -27,7 +27,8 @@ from lightning_madpipe.steps.layers_call import LayersCall
 from lightning_madpipe.steps.left_untouched import left_untouched
 from lightning_madpipe.steps.micro_batches import MicroBatch
 from lightning_madpipe.steps.own_generators import OwnGenerators
-from lightning_madpipe.steps.recorded_calls import Call, recorded_loggers
+from lightning_madpipe.steps.rank_of_step import told_as_process
+from lightning_madpipe.steps.recorded_calls import Call, recorded_by_other_names, recorded_loggers
 from lightning_madpipe.steps.what_layers_set import LayerTraces
 from lightning_madpipe.steps.written_files import OpenFiles, WritingTold
 
@@ -167,8 +168,10 @@ class StepRuns:
             """The ranks that run this step now: not all pipelines are tried."""
             if rehearsing:
                 return [dist.get_rank()]
-            return dist.get_process_group_ranks(pipeline_of(self._module).mpu().get_data_parallel_group())
+            return dist.get_process_group_ranks(grid.get_data_parallel_group())
 
+        grid = pipeline_of(self._module).mpu()
+        yield told_as_process(step, self._module.trainer.strategy, grid.get_data_parallel_rank())
         yield collectives_refused(refuse, peers)
         yield counts_told(self._module.trainer.optimizers, tell_of_count)
         yield left_untouched(self._module, step, self._error)
@@ -231,7 +234,8 @@ def _recorded(module: Any, record: Callable[[Call], None]) -> Iterator[None]:
     loggers = trainer.loggers
     try:
         trainer.loggers = recorded_loggers(loggers, record)
-        yield
+        with recorded_by_other_names(loggers, record):
+            yield
     finally:
         trainer.loggers = loggers
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning.callbacks import BasePredictionWriter, Callback, LambdaCallback
 from pytorch_lightning.loggers.logger import Logger, rank_zero_experiment
+from pytorch_lightning.utilities import rank_zero_only
 from torch import nn
 from torch.distributed.nn.functional import all_gather as gather_with_gradients
 from torch.nn import functional as F
@@ -641,6 +642,88 @@ def shown(host: Host) -> dict[str, Any]:
     return {"rank 0": [images, parts], "rate": module.rate}
 
 
+# Ranks
+
+
+BOARD: Board | None = None
+"""A Trainer's logger, as a script may keep it in a global."""
+
+
+class AsksForRank(cases.Classifier):
+    """Keeps what belongs to rank 0 in the ways that scripts know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways: dict[str, list[float]] = defaultdict(list)
+
+    @rank_zero_only
+    def keep(self, loss: torch.Tensor) -> None:
+        self.ways["decorator"].append(float(loss))
+
+    def note(self, kind: str, loss: torch.Tensor) -> None:
+        if self.trainer.is_global_zero:
+            self.ways[f"{kind}, Trainer"].append(float(loss))
+        if self.global_rank == 0:
+            self.ways[f"{kind}, module"].append(float(loss))
+        if rank_zero_only.rank == 0:
+            self.ways[f"{kind}, rank"].append(float(loss))
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            self.ways[f"{kind}, torch"].append(float(loss))
+        self.keep(loss)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        scale = 1.5 if self.trainer.is_global_zero else 1.0  # which both ends of the pipeline have to see
+        loss = F.cross_entropy(self(scale * batch[0]), batch[1])
+        self.note("training", loss)
+        if BOARD is not None:
+            BOARD.experiment.add_image("loss", loss.detach().round(decimals=3), batch_idx)
+            BOARD.log_metrics({"loss": round(float(loss), 3)}, batch_idx)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.note("validation", F.cross_entropy(self(batch[0]), batch[1]))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.note("test", F.cross_entropy(self(batch[0]), batch[1]))
+
+    def on_train_epoch_end(self) -> None:
+        self.log("kept", sum(self.ways["training, Trainer"]))
+        self.true_ranks = [self.global_rank, dist.get_rank() if dist.is_initialized() else 0]
+
+
+def rank_zero(host: Host) -> dict[str, Any]:
+    """One micro-batch per batch, so that a step runs as often as in one process."""
+    module = seeded(AsksForRank)
+    trainer = host.trainer(max_epochs=1, strategy={"num_micro_batches": 1})
+    trainer.fit(module, cases.loader(37), cases.loader(16, seed=3))
+    metrics = plain(dict(trainer.callback_metrics))
+    trainer.test(module, cases.loader(16, seed=4), verbose=False)
+    assert module.true_ranks == [trainer.global_rank] * 2
+    return {"ways": plain(dict(module.ways)), "metrics": metrics}
+
+
+def global_board(host: Host) -> dict[str, Any]:
+    """A logger of the Trainer's that a step comes to by a name of its own."""
+    global BOARD
+    module, BOARD = seeded(AsksForRank), Board()
+    try:
+        host.trainer(logger=BOARD, max_epochs=1, strategy={"num_micro_batches": 1}).fit(module, cases.loader(37))
+        images = None if BOARD.board is None else BOARD.board.images
+        return {"images": images, "rows": [row for row in BOARD.rows if "loss" in row[0]]}
+    finally:
+        BOARD = None
+
+
+def ranks_of_pipelines(host: Host) -> dict[str, Any]:
+    module = seeded(AsksForRank)
+    trainer = host.trainer(max_epochs=1, strategy={"num_stages": 2})
+    trainer.fit(module, cases.loader(32))
+    return {
+        "pipeline": pipeline_index(trainer.global_rank),
+        "ways": sorted(way for way, losses in module.ways.items() if losses),
+    }
+
+
 # Collectives
 
 
@@ -789,7 +872,7 @@ def collectives(host: Host) -> dict[str, Any]:
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     2: [
         predictions, default_predictions, returned, left_behind, with_metrics, logs_everywhere, shown, summed,
-        skips, logged_sizes, *loop_cases.SAME_AS_SINGLE[2],
+        skips, rank_zero, global_board, logged_sizes, *loop_cases.SAME_AS_SINGLE[2],
     ],
     4: [predictions, left_behind, replicated_metrics],
 }  # fmt: skip
@@ -800,5 +883,5 @@ ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
         drawing_cases.alike, drawing_cases.unlike,
         *loop_cases.ONLY_PIPELINE[2],
     ],
-    4: [gathers, *loop_cases.ONLY_PIPELINE[4]],
+    4: [gathers, ranks_of_pipelines, *loop_cases.ONLY_PIPELINE[4]],
 }  # fmt: skip

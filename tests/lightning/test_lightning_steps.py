@@ -148,7 +148,28 @@ def test_a_step_reaches_the_loggers_of_rank_0(two: Records) -> None:
 def test_a_step_runs_once_per_micro_batch(two: Records) -> None:
     """Whatever measures or rehearses it before leaves nothing: 16 + 16 + 5 samples are 4 + 4 + 4 pieces."""
     counts = {"before": 12, "after": 12, "draws": 12, "steps": 12.0, "updates": 12}
-    assert two.of("counted") == {**counts, "on rank 0": 0}  # the last stage, which is another rank
+    assert two.of("counted") == {**counts, "on rank 0": 12}
+
+
+def test_a_step_of_the_first_pipeline_is_told_that_it_is_rank_0(two: Records) -> None:
+    """What stands behind ``if trainer.is_global_zero:`` ran nowhere, and nothing was said."""
+    ways = two.reference["rank_zero"]["ways"]
+    assert len(ways) == 13 and len(ways["training, Trainer"]) == 3 and len(ways["decorator"]) == 6
+    assert_same(two.of("rank_zero"), two.reference["rank_zero"])
+
+
+def test_a_step_reaches_a_logger_by_a_name_of_its_own(two: Records) -> None:
+    """It got the dummy of another rank than 0, and nothing was said."""
+    reference, ranks = two.reference["global_board"], [rank["global_board"] for rank in two.ranks]
+    assert len(reference["images"]) == len(reference["rows"]) == 3
+    assert_same(ranks[0], reference)
+    assert ranks[1] == {"images": None, "rows": []}
+
+
+def test_a_step_of_another_pipeline_is_not_told_that_it_is_rank_0(four: Records) -> None:
+    found = {each["pipeline"]: each["ways"] for each in (rank["ranks_of_pipelines"] for rank in four.ranks)}
+    ways = ["decorator", "training, Trainer", "training, module", "training, rank", "training, torch"]
+    assert found == {0: ways, 1: []}
 
 
 def test_what_cannot_be_sent_is_named_and_stays(two: Records) -> None:
