@@ -56,6 +56,8 @@ class BatchRun:
     """Whether the step runs on the whole batch; else on each micro-batch."""
     asks: Callable[[BatchRun, bool], None] | None = None
     """What to call instead of the step where the loss is tried, with this batch and whether outputs are tuples."""
+    trained_as: list[MicroBatch] = field(default_factory=list)
+    """Where the loss is tried, the micro-batches that the batch is trained in, which may be of other sizes."""
     inputs: list[Any] = field(default_factory=list)
     """The input of each micro-batch that has not begun, on the first stage."""
     outputs: list[Tensors] = field(default_factory=list)

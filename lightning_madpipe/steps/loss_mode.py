@@ -18,7 +18,7 @@ ones, those for values that no batch had before come at intervals that double. A
 another loss cannot be given up: the next one is tried, before it is trained on. A loss that has to be computed
 once is refused there.
 
-A trial costs a forward of the batch, and the loss on it three times. What is looked at in every step are counts of
+A trial costs a forward of the batch, and the loss on it four times. What is looked at in every step are counts of
 the values of labels and masks, the operations of the loss, and numbers on the module. So a loss that turns out to
 be another one is trained as such from the very step on that shows it; where a regular trial shows what nothing
 else has, the sentence says that steps before may have been wrong, and which ones were tried.
@@ -277,7 +277,7 @@ class LossOfBatches:
     def _try(self, run: BatchRun, *, compares: bool) -> list[Finding]:
         """Try a batch; return on all ranks what the last stage of each pipeline finds."""
         trial = self.again(run, True)
-        trial.runs_once = True
+        trial.runs_once, trial.trained_as = True, run.micro_batches
         self._found = None
 
         def ask(tried: BatchRun, is_tuple: bool) -> None:

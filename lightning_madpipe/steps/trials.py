@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -27,19 +27,24 @@ from lightning_madpipe.steps.losses import (
     Finding,
     Tried,
     Unknown,
+    Weight,
     best_of,
     class_weights_of,
     factors_of,
     fits,
     normalized,
+    values_of,
     views_of,
     weights_of,
 )
+from lightning_madpipe.steps.micro_batches import MicroBatch
 from lightning_madpipe.steps.step_results import merged_logs, returned_numbers, rule_of, sizes_logged
 from lightning_madpipe.steps.user_step import NoLossError, UserSteps
 from lightning_madpipe.steps.what_steps_leave import StepTraces, differences
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+COMPARES = "it compares samples, or is weighted by more than one thing"
+UNEXPLAINED = "its micro-batches are weighted neither by their samples nor by anything else that was tried"
 
 
 def try_batch(steps: UserSteps, module: Any, run: BatchRun, is_tuple: bool, *, compares: bool) -> Finding:
@@ -116,20 +121,10 @@ def _compared(
     outputs = _outputs_of_parts(run, joined)
     # The micro-batches draw what the whole batch has drawn, each its rows.
     alike = [dataclasses.replace(each, seed=run.whole.seed) for each in run.micro_batches]
-    pieces: list[Tried] = []
-    begin, total = 0, sum(run.sizes)
-    for micro_batch, own in zip(alike, outputs, strict=True):
-        try:
-            with draws.replayed(begin, micro_batch.size, total):
-                pieces.append(steps.try_once(micro_batch, own, is_tuple))
-            traces.note(micro_batch.size)
-        except OUT_OF_MEMORY:
-            raise
-        except NoLossError:
-            return Finding(why_not="it returns a loss for the batch and none for a part of it")
-        except Exception as raised:
-            return Finding(why_not=f"for a part of it, it raises {type(raised).__name__}: {raised}")
-        begin += micro_batch.size
+    pieces = _tried_parts(steps, draws, alike, outputs, is_tuple, lambda part: traces.note(part.size))
+    if isinstance(pieces, Finding):
+        return pieces
+    total = sum(run.sizes)
     left_by_pieces = traces.taken()
     uneven = [name for name, end in whole.drawn.items() if any(piece.drawn.get(name) != end for piece in pieces)]
     if uneven:
@@ -148,9 +143,7 @@ def _compared(
         return Finding(
             why_not="what it passes to forward() for a batch is not what it passes for its parts together"
         )
-    mean = float(sum(piece.loss * size for piece, size in zip(pieces, run.sizes, strict=True)) / total)
-    off = abs(mean - whole.loss) / max(abs(whole.loss), 1e-12)
-    error = off if numpy.isfinite(off) else None  # a mean over labels that are all missing in a micro-batch
+    error = _error_of_mean(whole, pieces, run.sizes)
     if not any(gradient is not None and bool(gradient.any()) for gradient in whole.gradients):
         if any(gradient is not None and bool(gradient.any()) for piece in pieces for gradient in piece.gradients):
             return Finding(why_not="it has no gradient where parts of the batch have one", relative_error=error)
@@ -158,7 +151,7 @@ def _compared(
         return _unknown(Unknown.NO_GRADIENT, "it has no gradient", **known)
     factors = factors_of(whole, pieces, run.cut(whole.gradients), tolerance)
     if factors is None:
-        return Finding(why_not="it compares samples, or is weighted by more than one thing", relative_error=error)
+        return Finding(why_not=COMPARES, relative_error=error)
     views = views_of([micro_batch.data for micro_batch in run.micro_batches])
     weights = weights_of(views, run.sizes, class_weights_of(outside_pipeline(module)))
     losses = numpy.array([piece.loss for piece in pieces])
@@ -166,10 +159,11 @@ def _compared(
         key for key, values in weights.items() if fits(factors, losses, whole.loss, values, key, tolerance)
     )
     if not fitting:
-        return Finding(
-            why_not="its micro-batches are weighted neither by their samples nor by anything else that was tried",
-            relative_error=error,
-        )
+        return Finding(why_not=UNEXPLAINED, relative_error=error)
+    found = _as_trained(steps, module, run, joined, is_tuple, tolerance, whole, draws, fitting)
+    if isinstance(found, Finding):
+        return found
+    fitting = found
     best = best_of(fitting)
     assert best is not None
     shares = normalized(weights[best], best)
@@ -188,6 +182,112 @@ def _compared(
         **_logs(run, alike, tolerance),
         wrong_results=tuple(_wrong_results(whole, pieces, run.sizes, tolerance)),
     )
+
+
+def _tried_parts(
+    steps: UserSteps,
+    draws: _Draws,
+    parts: Sequence[MicroBatch],
+    outputs: Sequence[tuple[Tensor, ...]],
+    is_tuple: bool,
+    note: Callable[[MicroBatch], None] = lambda _: None,
+) -> list[Tried] | Finding:
+    """Run the step on each part of a batch, on its rows of what the whole batch has drawn.
+
+    Args:
+        note: Is told of each part that has run.
+
+    Returns:
+        What is found where one of them gives no loss.
+    """
+    pieces = []
+    begin, total = 0, sum(part.size for part in parts)
+    for part, own in zip(parts, outputs, strict=True):
+        try:
+            with draws.replayed(begin, part.size, total):
+                pieces.append(steps.try_once(part, own, is_tuple))
+            note(part)
+        except OUT_OF_MEMORY:
+            raise
+        except NoLossError:
+            return Finding(why_not="it returns a loss for the batch and none for a part of it")
+        except Exception as raised:
+            return Finding(why_not=f"for a part of it, it raises {type(raised).__name__}: {raised}")
+        begin += part.size
+    return pieces
+
+
+def _error_of_mean(whole: Tried, pieces: Sequence[Tried], sizes: Sequence[int]) -> float | None:
+    """The relative error of the mean over samples; None: of labels that are all missing in a micro-batch."""
+    mean = float(sum(piece.loss * size for piece, size in zip(pieces, sizes, strict=True)) / sum(sizes))
+    off = abs(mean - whole.loss) / max(abs(whole.loss), 1e-12)
+    return off if numpy.isfinite(off) else None
+
+
+def _as_trained(
+    steps: UserSteps,
+    module: Any,
+    run: BatchRun,
+    joined: tuple[Tensor, ...],
+    is_tuple: bool,
+    tolerance: float,
+    whole: Tried,
+    draws: _Draws,
+    fitting: frozenset[Weight],
+) -> frozenset[Weight] | Finding:
+    """Those of the weights that explain the batch in the micro-batches that it is trained in, too.
+
+    A trial cuts the batch unevenly, to see what grows with the samples, and so may put the one sample whose loss
+    is clamped beside another one, with which it is not.
+
+    Returns:
+        What is found instead where no weight does.
+    """
+    sizes = [micro_batch.size for micro_batch in run.trained_as]
+    outputs = None if sizes == run.sizes else _rows_of(run, joined, sizes)
+    gradients = None if outputs is None else _rows_of(run, whole.gradients, sizes)
+    if outputs is None or gradients is None:
+        return fitting
+    alike = [dataclasses.replace(each, seed=run.whole.seed) for each in run.trained_as]
+    own = [
+        tuple(tensor if row is None else row for tensor, row in zip(joined, rows, strict=True)) for rows in outputs
+    ]
+    pieces = _tried_parts(steps, draws, alike, own, is_tuple)
+    if isinstance(pieces, Finding):
+        return pieces
+    error = _error_of_mean(whole, pieces, sizes)
+    factors = factors_of(whole, pieces, gradients, tolerance)
+    if factors is None:
+        return Finding(why_not=COMPARES, relative_error=error)
+    views = views_of([micro_batch.data for micro_batch in run.trained_as])
+    weights = weights_of(views, sizes, class_weights_of(outside_pipeline(module)))
+    losses = numpy.array([piece.loss for piece in pieces])
+    still = frozenset(
+        key
+        for key in fitting
+        if (values := values_of(key, weights)) is not None
+        and fits(factors, losses, whole.loss, values, key, tolerance)
+    )
+    if still:
+        return still
+    return Finding(why_not=UNEXPLAINED, relative_error=error)
+
+
+def _rows_of(
+    run: BatchRun, tensors: Sequence[Tensor | None], sizes: Sequence[int]
+) -> list[tuple[Tensor | None, ...]] | None:
+    """Tensors of the shapes of the joined outputs, cut for other micro-batches; None if they cannot be."""
+    columns: list[Sequence[Tensor | None]] = []
+    total = sum(sizes)
+    for tensor, dim in zip(tensors, run.dims, strict=True):
+        if tensor is None or dim is None:
+            columns.append([None] * len(sizes))
+            continue
+        length = tensor.shape[dim]
+        if any(length * size % total for size in sizes):
+            return None
+        columns.append(tensor.split([length * size // total for size in sizes], dim))
+    return list(zip(*columns, strict=True))
 
 
 def _outputs_of_parts(run: BatchRun, joined: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:

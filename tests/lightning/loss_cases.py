@@ -275,6 +275,32 @@ class Rising(Layers):
         return F.cross_entropy(logits, y) + share * logits.mean(0).square().sum()
 
 
+class Clamped(Layers):
+    """Its loss is clamped, which acts for a sample that has a micro-batch of its own, and not for the batch."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        wanted = F.one_hot(y, cases.NUM_CLASSES) * x.abs().amax(1, keepdim=True)
+        return F.mse_loss(self(x), wanted).clamp(max=4.0)
+
+
+class Flooded(Layers):
+    """A loss that does not fall below a level."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return (F.cross_entropy(self(x), y) - 1.3).abs() + 1.3
+
+
+class Hinged(Layers):
+    """A penalty of the mean of all outputs, from a threshold on."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        logits = self(x)
+        return F.cross_entropy(logits, y) + F.relu(logits.abs().mean() - 0.5)
+
+
 class SwitchedOn(Layers):
     """A flag that a hook sets begins a term whose operations were there before, with a tensor that was 0."""
 
@@ -689,6 +715,14 @@ def later_inputs(num: int, begin: int) -> TensorDataset:
     return TensorDataset(torch.where(torch.arange(num)[:, None] < begin, 0.0, x), y)
 
 
+def with_outliers(num: int) -> TensorDataset:
+    """The first sample of the third, the sixth and the twelfth four has a large number."""
+    x, y = labelled(num).tensors
+    x = x.clone()
+    x[[8, 20, 44], 0] = 5.0
+    return TensorDataset(x, y)
+
+
 def later_padding(num: int) -> TensorDataset:
     return TensorDataset(later_missing(num).tensors[0], labelled(num).tensors[1])
 
@@ -734,6 +768,9 @@ def losses(host: Host) -> dict[str, Any]:
             host, Changing, labelled(64), max_epochs=4, accumulate_grad_batches=2
         ),
         "switched on": lambda: fitted(host, SwitchedOn, labelled(54)),
+        "clamped": lambda: fitted(host, Clamped, with_outliers(64), max_epochs=1, batch_size=4),
+        "flooded": lambda: fitted(host, Flooded, labelled(64), max_epochs=1, batch_size=4),
+        "hinged": lambda: fitted(host, Hinged, labelled(64), max_epochs=1, batch_size=4),
         "named late": lambda: fitted(host, NamedLate, labelled(54), max_epochs=1),
         "in place": lambda: fitted(host, InPlace, labelled(54), labelled(21, 3)),
         "in place contrastive": lambda: fitted(
