@@ -54,6 +54,7 @@ from deepspeed_partition.capture.without_data import (
     hidden_functions,
     hidden_modes,
     same_random_numbers,
+    version_of,
 )
 
 BYTES_PER_OPERATION = 0.05
@@ -489,6 +490,7 @@ class Tape:
         try:
             with unset_fake_temporarily(), hidden_modes(), same_random_numbers(self.device), torch.no_grad():
                 real = [data_like(leaf, self.device) for leaf in leaves]
+                versions = [version_of(leaf) for leaf in real]
                 given_args, given_kwargs = build(structure, real)
                 with self.weights.with_data(module):
                     result = module(*given_args, **given_kwargs)
@@ -511,12 +513,25 @@ class Tape:
             ),
             default=1,
         )
+        changed = {
+            id(now): leaf
+            for now, version, leaf in zip(real, versions, leaves, strict=True)
+            if version_of(now) != version
+        }
+        if not self._computed.isdisjoint(map(id, changed.values())):
+            raise Overwritten
+        scope.effects.mutated |= {storage_of(leaf) for leaf in changed.values()}
         fakes = []
         self._inside += 1  # what follows is no call of the model's
+        outer, self._effects = self._effects, Effects()
         try:
             with self.fake, torch._C.DisableTorchFunction():
+                for leaf in changed.values():  # so that its version tells, and a gradient goes through it
+                    leaf.add_(torch.zeros((), dtype=leaf.dtype, requires_grad=wants and leaf.is_floating_point()))
                 for leaf in outs:
-                    if isinstance(leaf, torch.Tensor):
+                    if id(leaf) in changed:
+                        leaf = changed[id(leaf)]
+                    elif isinstance(leaf, torch.Tensor):
                         fake = torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device)
                         if wants and leaf.is_floating_point():
                             fake = fake.requires_grad_(True).clone()
@@ -525,6 +540,7 @@ class Tape:
                     fakes.append(leaf)
         finally:
             self._inside -= 1
+            self._effects = outer
         return build(out_structure, fakes)
 
     # The run

@@ -50,6 +50,11 @@ def data_like(leaf: Any, device: torch.device) -> Any:
     return make(shape, dtype=dtype, device=device)
 
 
+def version_of(leaf: Any) -> int | None:
+    """How often a tensor was changed in place; None where that is not known, and for what is no tensor."""
+    return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None
+
+
 def forget_fakes(module: nn.Module, before: dict[str, Any]) -> None:
     """Take back what a forward without data has left in the attributes of a module."""
     for name, now in list(vars(module).items()):

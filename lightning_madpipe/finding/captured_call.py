@@ -8,6 +8,7 @@ step runs (see ``capture/tail.py``).
 from __future__ import annotations
 
 import inspect
+import numbers
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -39,6 +40,10 @@ CHOICE = (
     "batch, and choose among their results by torch functions, such as torch.where"
 )
 """What to do where arguments that are no tensors change from batch to batch."""
+
+
+NUMBER = ". A number that is only computed with is handed as a tensor: {name}=torch.tensor(...)"
+"""What to do where a number changes from batch to batch."""
 
 
 class OtherCallError(ValueError):
@@ -222,9 +227,11 @@ class CapturedCall:
             before, now = known.get(name), given.get(name)
             if not _alike(before, now):
                 begins = f"; {FROM_THE_FIRST}" if isinstance(now, Tensor) and before is None else ""
+                number = NUMBER.format(name=name) if _is_number(before) and _is_number(now) else ""
                 raise OtherCallError(
                     f"with {name}={_shown(now)}, and its layers were found for {name}={_shown(before)}: call it "
-                    f"alike in all steps, in whose tensors alone batches differ{begins}{CHOICE * (not begins)}"
+                    f"alike in all steps, in whose tensors alone batches differ{begins}{number}"
+                    f"{CHOICE * (not begins)}"
                 )
 
     def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -299,6 +306,10 @@ def _alike(before: Any, now: Any) -> bool:
         return before is now or (type(before) is type(now) and bool(before == now))
     except (TypeError, ValueError, RuntimeError):  # arrays, which have no single answer
         return False
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Number) and not isinstance(value, bool)
 
 
 def _shown(value: Any) -> str:

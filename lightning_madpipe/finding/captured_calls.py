@@ -111,6 +111,7 @@ class CapturedCalls(CapturedCall):
             is_running = True
             calls.clear()
             raised.clear()
+            self._error = None
             in_place.begin()
             call = nn.Module.__call__
 
@@ -189,6 +190,12 @@ class CapturedCalls(CapturedCall):
 
         def answer(path: str, args: Any, kwargs: Any) -> Any:
             number, (found, (given, (returned, after))) = next(calls, (0, ("", (None, (None, ())))))
+            if given is None and self._error is not None:
+                raise OtherCallError(
+                    f"behind the calls that its layers were found from: for a micro-batch {self._step} raises "
+                    f"{type(self._error).__name__} ({self._error}) between them. Let its code take any number of "
+                    f"samples, such as len(x) for a size that is kept, or {WAY_OUT}"
+                )
             if given is None or found != path or not _same(given, (args, kwargs)):
                 raise OtherCallError(
                     f"with something else than when its layers were found from the calls of {self._step}, or in "

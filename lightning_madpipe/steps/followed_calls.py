@@ -99,11 +99,17 @@ def without_data_undone(module: Any, lightning: Lightning) -> Iterator[None]:
 
 @contextmanager
 def undone(module: Any, lightning: Lightning) -> Iterator[None]:
-    """A context after which a module has the attributes that it had, and its generators are where they were."""
+    """A context after which a module has the attributes that it had, and its generators are where they were.
+
+    So are its weights trained that were: a step that ends at its first call may have frozen them up to there.
+    """
     of_host = vars(lightning.module_class())
     with OwnGenerators(module, of_host, lightning.refusal).rehearsal():
+        trained_before = [(weight, weight.requires_grad) for weight in module.parameters()]
         before = Leftovers(module, of_host, undoable=True)  # which keeps iterators that can be put back
         try:
             yield
         finally:
             before.undo()
+            for weight, requires_grad in trained_before:
+                weight.requires_grad = requires_grad

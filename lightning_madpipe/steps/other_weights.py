@@ -18,7 +18,8 @@ def uses_weights(step: str, called: str, error: Exception) -> str:
         f"{step} uses {name} other than by its call of {called}, and in a pipeline a step has the weights of one "
         "stage only: for a penalty use the optimizer's weight_decay, to change weights a hook, such as "
         "on_train_batch_end, for a norm that is logged a hook and torch.distributed.all_reduce; or let the layers "
-        f"return what the step needs ({line_of_users(error)})"
+        f"return what the step needs ({line_of_users(error)}). A step that runs the network by itself, such as to "
+        "draw samples by its gradients, needs a strategy that has the whole model on each device, such as 'ddp'"
     )
 
 

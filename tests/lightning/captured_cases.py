@@ -340,6 +340,44 @@ class SeveralCallsOneSets(SeveralCalls):
         return super().training_step(batch, batch_idx) + 0.1 * self.encoder.size
 
 
+class Adds(nn.Module):
+    """Adds to a tensor that it is given, in place, as the layers of normalizing flows do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.tanh(self.linear(x))
+        total += x.sum(1)
+        return x, total
+
+
+class AddsIfFinite(nn.Module):
+    """Adds, too, without weights, and decides by its data, so that the recording runs it alone."""
+
+    def forward(self, x: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not x.isfinite().all():
+            raise ValueError("no numbers")
+        total += x.square().sum(1)
+        return x, total
+
+
+class SeveralCallsAdding(Sgd):
+    """Hands one tensor to all that it calls, of which each changes it in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.between, self.last = Adds(), AddsIfFinite(), Adds()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x = batch[0].view(batch[0].size(0), -1)
+        total = torch.zeros(len(x))
+        for part in (self.first, self.between, self.last):
+            x, total = part(x, total)
+        return (total - 1.0).square().mean() + x.square().mean()
+
+
 class SetsItsSize(nn.Sequential):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = super().forward(x)
@@ -416,6 +454,15 @@ def trained(
 
 def several_calls(host: cases.Host) -> dict[str, Any]:
     return trained(host, SeveralCalls, cases.loader(NUM_SAMPLES))
+
+
+def several_calls_adding(host: cases.Host) -> dict[str, Any]:
+    """What the part without weights added was added twice, and refused as another argument of the next call."""
+    return trained(host, SeveralCallsAdding, cases.loader(48))
+
+
+def changing_number(host: cases.Host) -> dict[str, Any]:
+    return trained(host, ChangingNumber, cases.loader(48))
 
 
 def several_calls_kept(host: cases.Host) -> dict[str, Any]:
@@ -1070,6 +1117,41 @@ class ChangingCall(OtherOrder):
         return self(batch[0], scale=1.0 + self.global_step).square().mean()
 
 
+class ChangingNumber(OtherOrder):
+    """Does what the refusal of the one before says: hands the number as a tensor."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0], scale=torch.tensor(1.0 + 0.1 * self.global_step)).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self(batch[0], scale=torch.tensor(1.0)).square().mean())
+
+
+class KeepsASize(SeveralCalls):
+    """Compares what it calls first with as many targets as a whole batch has."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        hidden = self.encoder(batch[0])
+        again = self.decoder(hidden)
+        loss = F.cross_entropy(hidden, torch.zeros(NUM_SAMPLES, dtype=torch.long))
+        return loss + self.encoder(again).square().mean()
+
+
+class FreezesItself(SeveralCalls):
+    """Freezes its weights while it asks for gradients by a picture, as samplers of energy models do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.encoder(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.requires_grad_(False)
+        picture = batch[0].clone().requires_grad_()
+        with torch.enable_grad():
+            self(picture).sum().backward()
+        self.requires_grad_(True)
+        return self(batch[0] - picture.grad).square().mean()
+
+
 class ByChanceFound(OtherOrder):
     """Has a scale for each of eight features in batches of eight samples, which its layers are given."""
 
@@ -1440,7 +1522,7 @@ def refused_modules(host: cases.Host) -> dict[str, Any]:
         Unequal, Attached, RateInForward, RateOfTrainer, Carrying, CarryingForBatches, CarryingByLayers,
         MixedWindow, ByChance, ByChanceFound, Adjacent, AdjacentInLayers, AdjacentBefore, SparseRows,
         FeaturedDeciding,
-        NeedsAHook, ReadsOptimizer, FourBlocks, Lazy, SeveralCallsOneSets,
+        NeedsAHook, ReadsOptimizer, FourBlocks, Lazy, SeveralCallsOneSets, KeepsASize, FreezesItself,
     ):  # fmt: skip
         if not is_chosen(build.__name__):
             continue
@@ -1532,6 +1614,8 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         translator,
         recurrent,
         several_calls,
+        several_calls_adding,
+        changing_number,
         several_calls_kept,
         one_block_thrice,
         deciding_blocks,

@@ -36,6 +36,13 @@ def test_dropout_draws_from_the_seed(two: Records) -> None:
             "ChangingCall",
             "Where this chooses a part of the model, such as the head of a task, let forward run all",
         ),
+        ("ChangingCall", "A number that is only computed with is handed as a tensor: scale=torch.tensor(...)"),
+        # It was said to call with something else, or in another order.
+        ("KeepsASize", "training_step raises ValueError (Expected input batch_size ("),
+        ("KeepsASize", "Let its code take any number of samples, such as len(x) for a size that is kept"),
+        # The look at its first call left the weights frozen, so that it was said to have one layer.
+        ("FreezesItself", "training_step uses encoder.0.weight other than by its call of self()"),
+        ("FreezesItself", "needs a strategy that has the whole model on each device, such as 'ddp'"),
         ("Branching", "captured_cases.py:"),
         ("Branching", "Nor can it be cut between its elements: the model's code uses the output of an element"),
         ("BranchingInside", "has 1 pipeline layer for 2 stages (net (Bounded) stays whole: its code decides by"),
