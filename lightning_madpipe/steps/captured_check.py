@@ -166,8 +166,8 @@ class CapturedCheck(LayerCheck):
         return LayersDifferError(
             f"the layers that were found of {self._call.called} of {self._name} do not compute what it does, "
             f"which {what}: put what changes from call to call, such as a number that its code counts or an "
-            "attribute that something sets, into the forward() of a layer, hand a number that changes to self(...) as "
-            "a tensor, or name the layers in pipeline_layers()"
+            "attribute that something sets, into the forward() of a layer, hand a number that changes to "
+            "self(...) as a tensor, or name the layers in pipeline_layers()"
         )
 
 

@@ -49,6 +49,7 @@ except ImportError as missing:
     raise SystemExit("some scripts import lightning, others pytorch_lightning: install both") from missing
 
 from as_they_are import AS_THEY_ARE
+from domains_and_flows import DOMAINS_AND_FLOWS
 from other_kinds import OTHER_KINDS
 from single_modules import SINGLE_MODULES
 
@@ -480,7 +481,7 @@ SCRIPTS: dict[str, Script] = {
 }  # fmt: skip
 
 
-SCRIPTS |= AS_THEY_ARE | OTHER_KINDS | SINGLE_MODULES
+SCRIPTS |= AS_THEY_ARE | OTHER_KINDS | SINGLE_MODULES | DOMAINS_AND_FLOWS
 
 
 def _uva_resnet(names: Any) -> Any:

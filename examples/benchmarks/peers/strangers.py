@@ -550,6 +550,91 @@ def qlora_pipe(folder: Path, num_steps: int) -> Built:
     return module, steps
 
 
+def decentralized(folder: Path, num_steps: int) -> Built:
+    """DS3Lab/Decentralized_FM_alpha: GPT whose blocks checkpoint themselves, as layers that are built."""
+    sys.path.insert(0, str(folder))
+    allow_missing("cupy", "icetk", "sentencepiece")
+    from modules.dist_gpt_ds_module import GlueSeqClassificationPipeModel  # type: ignore[import-not-found]
+
+    arguments = SimpleNamespace(embedding_dim=HIDDEN, seq_length=LENGTH, num_layers=NUM_LAYERS, num_heads=HEADS)
+    model = GlueSeqClassificationPipeModel(arguments, VOCABULARY, 2)
+    module = PipelineModule(
+        layers=model.to_layers_for_deepspeed_pipeline(),
+        loss_fn=torch.nn.CrossEntropyLoss(),
+        num_stages=torch.distributed.get_world_size(),
+        partition_method="uniform",
+    )
+    return module, [(text[:, :-1], text[:, 0] % 2) for text in tokens(num_steps)]
+
+
+def fmengine(folder: Path, num_steps: int) -> Built:
+    """eth-easl/fmengine: GPT-NeoX of Hugging Face's layers; tuples travel, of one tensor at the end."""
+    sys.path.insert(0, str(folder))
+    engine = ModuleType("transformer_engine")
+    engine.pytorch = ModuleType("transformer_engine.pytorch")  # type: ignore[attr-defined]
+    engine.pytorch.Linear = torch.nn.Linear  # type: ignore[attr-defined]
+    sys.modules |= {"transformer_engine": engine, "transformer_engine.pytorch": engine.pytorch}  # type: ignore[attr-defined]
+    allow_missing("apex", "flash_attn", "loguru", "wandb")
+    from fmengine.modeling.neox.neox_model import NeoxModelPipe  # type: ignore[import-not-found]
+    from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXConfig
+
+    config = GPTNeoXConfig(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=NUM_LAYERS, num_attention_heads=HEADS,
+        intermediate_size=2 * HIDDEN, max_position_embeddings=LENGTH, use_parallel_residual=True,
+    )  # fmt: skip
+    module = NeoxModelPipe(
+        SimpleNamespace(),
+        config,
+        None,
+        loss_fn=lambda outputs, labels: _next_token_loss(outputs[0], labels),
+        num_stages=torch.distributed.get_world_size(),
+    )
+    positions = torch.arange(LENGTH).expand(SAMPLES_PER_MICRO_BATCH, -1)
+    mask = causal_mask().expand(SAMPLES_PER_MICRO_BATCH, -1, -1, -1)
+    return module, [((text[:, :-1], positions, mask), text[:, 1:].contiguous()) for text in tokens(num_steps)]
+
+
+def bigscience(folder: Path, num_steps: int) -> Built:
+    """bigscience-workshop/Megatron-DeepSpeed: ``GPTModelPipe`` of BLOOM, ALiBi, a norm behind the embedding."""
+    allow_missing("amp_C", "apex", "flash_attn", "nltk", "sentencepiece", "six", "tensorboard", "wandb")
+    norm = ModuleType("megatron.model.fused_layer_norm")  # a kernel for CUDA
+    norm.MixedFusedLayerNorm = torch.nn.LayerNorm  # type: ignore[attr-defined]
+    sys.modules[norm.__name__] = norm
+    sys.path.insert(0, str(folder))
+    _keep_on_cpu()
+    world = torch.distributed.get_world_size()
+    sys.argv[1:] = [
+        *("--num-layers", str(NUM_LAYERS), "--hidden-size", str(HIDDEN), "--num-attention-heads", str(HEADS)),
+        *("--seq-length", str(LENGTH), "--lr", "1e-3", "--micro-batch-size", str(SAMPLES_PER_MICRO_BATCH)),
+        *("--max-position-embeddings", str(LENGTH), "--train-iters", str(num_steps)),
+        *("--global-batch-size", str(NUM_MICRO_BATCHES * SAMPLES_PER_MICRO_BATCH)),
+        *("--pipeline-model-parallel-size", str(world), "--hidden-dropout", "0", "--attention-dropout", "0"),
+        *("--use-cpu-initialization", "--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--deepspeed"),
+        *("--distributed-backend", "gloo", "--no-bias-dropout-fusion", "--embed-layernorm"),
+        *("--position-embedding-type", "alibi", "--tokenizer-type", "GPT2BPETokenizer"),
+    ]
+    importlib.import_module("megatron.model.glu_activations")  # which its arguments ask for, and do not import
+    from megatron import global_vars, mpu
+    from megatron.arguments import parse_args  # type: ignore[attr-defined]
+
+    arguments = parse_args()
+    arguments.padded_vocab_size, arguments.deepspeed_config_dict = VOCABULARY, {}
+    arguments.pretrain_causal_attention = True  # as its pretrain_gpt.py does: the mask does not travel
+    global_vars._GLOBAL_ARGS = arguments
+    mpu.initialize_model_parallel(1, world)
+    mpu.random._set_cuda_rng_state = lambda *_, **__: None
+    torch.cuda.get_rng_state = torch.get_rng_state  # type: ignore[assignment]
+    mpu.model_parallel_cuda_manual_seed(3)
+    from megatron.model.gpt_model import GPTModelPipe
+
+    module = GPTModelPipe(parallel_output=True)
+    positions = torch.arange(LENGTH).expand(SAMPLES_PER_MICRO_BATCH, -1)
+    mask = causal_mask().expand(SAMPLES_PER_MICRO_BATCH, -1, -1, -1)
+    weights = torch.ones(SAMPLES_PER_MICRO_BATCH, LENGTH)
+    data = [((text[:, :-1], positions, mask), (text[:, 1:].contiguous(), weights)) for text in tokens(num_steps)]
+    return module, data
+
+
 def _keep_on_cpu() -> None:
     """Let code that names CUDA where it means its accelerator run on the one that DeepSpeed found."""
     torch.cuda.current_device = lambda: get_accelerator().current_device_name()  # type: ignore[assignment, return-value]
@@ -579,4 +664,7 @@ STRANGERS: dict[str, Callable[[Path, int], Built]] = {
     "qlora-pipe": qlora_pipe,
     "huggingface-utils-vit": huggingface_utils_vit,
     "gdgpt-bloom": gdgpt_bloom,
+    "decentralized-fm": decentralized,
+    "fmengine": fmengine,
+    "bigscience-megatron": bigscience,
 }
