@@ -85,8 +85,11 @@ def names_read(function: FunctionType, kind: type | None) -> Iterator[Name]:
         value = function.__globals__.get(key)
         if isinstance(value, ModuleType):
             if not is_librarys(value):
-                inside = (inner for inner in names if inner in vars(value))
-                yield from (Name(value.__name__, inner, vars(value), f"{key}.{inner}") for inner in inside)
+                for inner in names:
+                    if inner in vars(value):
+                        yield Name(value.__name__, inner, vars(value), f"{key}.{inner}")
+                        if isinstance(member := vars(value)[inner], type) and not is_librarys(member):
+                            yield from _data_of_class(member, f"{key}.{inner}")
         elif key in function.__globals__:
             yield Name(function.__module__, key, function.__globals__, key)
             if isinstance(value, type) and not is_librarys(value) and value is not kind:
@@ -223,7 +226,7 @@ class CodeSearch:
                 and not issubclass(value, nn.Module)
             ):
                 for member in vars(value).values():
-                    if isinstance(member, FunctionType):
+                    if function_of(member) is not None:
                         self.read(member, value)
             elif name.is_member or name.owner not in sys.modules or self._is_of_program(name.owner):
                 self._keep(name)
