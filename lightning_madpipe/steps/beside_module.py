@@ -34,6 +34,7 @@ from deepspeed_partition.code_names import (
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.generators import GENERATORS
 from lightning_madpipe.module import named_owners, outside_pipeline
+from lightning_madpipe.steps.raw_states import has_raw_state, raw_size
 from lightning_madpipe.steps.reached_objects import MOST_OBJECTS, ReachedObjects
 from lightning_madpipe.steps.step_side_effects import Place
 
@@ -180,6 +181,8 @@ class BesideModule:
 
     def look(self, place: Place, value: Any) -> Literal["whole", "versions", "checksum", "identity"]:
         """How closely to look at a value: a vocabulary or the data of a data set is seldom looked through."""
+        if has_raw_state(value):
+            return "whole" if raw_size(value) <= MOST_BYTES else "identity"
         if place in self._changed or _size_of(value) <= MOST_ITEMS:
             return "whole"
         if isinstance(value, Tensor | numpy.ndarray) and self._is_close and value.nbytes <= MOST_BYTES:

@@ -31,6 +31,13 @@ from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.generators import GENERATORS
 from lightning_madpipe.compat.elsewhere import HiddenTensors, StandIn
 from lightning_madpipe.module import outside_pipeline
+from lightning_madpipe.steps.raw_states import (
+    RawState,
+    has_raw_state,
+    is_raw_state,
+    put_raw_state,
+    raw_state,
+)
 from lightning_madpipe.steps.reached_objects import ReachedObjects, attributes_of
 
 PLAIN = frozenset((bool, bytes, complex, float, int, str, NoneType))
@@ -327,7 +334,7 @@ def make_changes(
                     extended.add(id(before))
             elif kind == "continues" and isinstance(before, list):
                 table[place.name] = [*before, *value]
-            elif kind != "refill" or not _refilled(before, value):
+            elif kind != "refill" or not (_refilled(before, value) or isinstance(value, RawState)):
                 table[place.name] = value
 
 
@@ -365,6 +372,8 @@ def look(value: Any, copies: bool, memo: dict[int, Seen], *, copied: bool | None
             seen.contents = value.detach().clone()
     elif isinstance(value, numpy.ndarray | set):
         seen.contents = value.copy()
+    elif has_raw_state(value):
+        seen.contents = raw_state(value)
     elif isinstance(value, list | tuple | deque):
         seen.contents = list(value)
         children = enumerate(seen.contents)
@@ -393,8 +402,8 @@ def _fields(value: Any) -> dict[Any, Any] | None:
 
 def _is_opaque(value: Any) -> bool:
     """Whether this may change without being seen; libraries that run the step change objects of their own."""
-    if isinstance(value, GENERATORS):
-        return False  # see own_generators.py
+    if isinstance(value, GENERATORS) or has_raw_state(value):
+        return False  # see own_generators.py and raw_states.py
     if isinstance(value, nn.Module):
         return True  # in a dict, where torch does not see that it is one
     if not hasattr(value, "__dict__") or _fields(value) is not None or isinstance(value, Tensor | type | Callable):
@@ -446,6 +455,8 @@ def _is_same(seen: Seen, value: Any, visited: set[int]) -> bool:
         return value.shape == known.shape and value.tobytes() == known.tobytes()
     if isinstance(value, set):
         return value == known
+    if has_raw_state(value):
+        return is_raw_state(value, known)
     table = _fields(value)
     return len(value if table is None else table) == len(known) and _begins_with(value, seen, visited)
 
@@ -470,6 +481,8 @@ def _difference(place: Place, seen: Seen | None, value: Any) -> Change | None:
         length = len(seen.contents)
         if len(value) >= length and _begins_with(value, seen, set()):
             return Change(place, "extend" if kept else "continues", value[length:])
+    if kept and has_raw_state(value):
+        return Change(place, "refill", RawState(raw_state(value)))
     return Change(place, "refill" if kept else "bind", value)
 
 
@@ -485,6 +498,9 @@ def restore(seen: Seen, visited: set[int]) -> None:
     if isinstance(value, numpy.ndarray | set):
         _refilled(value, contents)
         return
+    if has_raw_state(value):
+        put_raw_state(value, contents)
+        return
     for child in seen.inner.values():
         restore(child, visited)
     if isinstance(contents, dict):
@@ -497,6 +513,8 @@ def restore(seen: Seen, visited: set[int]) -> None:
 
 def _refilled(old: Any, new: Any) -> bool:
     """Give ``old`` the contents of ``new`` where it can take them, so that whoever holds it sees them."""
+    if isinstance(new, RawState):
+        return has_raw_state(old) and put_raw_state(old, new.contents)
     if isinstance(old, Tensor) and isinstance(new, Tensor):
         fits = old.shape == new.shape and old.dtype == new.dtype
         if fits:

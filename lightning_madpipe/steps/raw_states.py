@@ -1,0 +1,101 @@
+"""States of values that have no attributes in Python: bytes, arrays, numbers of C, shared memory, queues."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import queue
+import sys
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+_DATA_OF_C = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union)
+_QUEUES = (queue.Queue, queue.LifoQueue, queue.PriorityQueue)
+RAW = (bytearray, array, memoryview, *_DATA_OF_C)
+
+
+@dataclass(frozen=True, slots=True)
+class RawState:
+    """The state of one of these values, to be put into the value of another rank."""
+
+    contents: Any
+
+
+def has_raw_state(value: Any) -> bool:
+    """Whether a value is one of these, and its state can be put back."""
+    if isinstance(value, memoryview):
+        return not value.readonly and value.contiguous
+    return isinstance(value, RAW) or type(value) in _QUEUES or _shared(value) is not None
+
+
+def raw_state(value: Any) -> Any:
+    """What a value holds now: bytes, an array, or the items of a queue with the number of unfinished tasks."""
+    if type(value) in _QUEUES:
+        with value.mutex:
+            return [*value.queue, value.unfinished_tasks]
+    shared = _shared(value)
+    if isinstance(value, memoryview):
+        return value.tobytes()
+    return value[:] if isinstance(value, array) else bytes(value if shared is None else shared)
+
+
+def is_raw_state(value: Any, state: Any) -> bool:
+    """Whether a value holds what it held then."""
+    now = raw_state(value)
+    if isinstance(now, list):
+        return len(now) == len(state) and all(
+            a is b or _is_equal_number(a, b) for a, b in zip(now, state, strict=True)
+        )
+    return bool(now == state)
+
+
+def put_raw_state(value: Any, state: Any) -> bool:
+    """Let a value hold what it held then, or what that of another rank holds; return whether it can."""
+    if type(value) in _QUEUES:
+        *items, unfinished = state
+        with value.mutex:
+            value.queue.clear()
+            value.queue.extend(items)
+            value.unfinished_tasks = unfinished
+        return True
+    if isinstance(value, bytearray | array):
+        value[:] = state
+        return True
+    if isinstance(value, memoryview):
+        fits = value.nbytes == len(state)
+        if fits:
+            value.cast("B")[:] = state
+        return fits
+    data = _shared(value)
+    data = value if data is None else data
+    if not isinstance(data, _DATA_OF_C) or ctypes.sizeof(data) != len(state):
+        return False
+    ctypes.memmove(ctypes.addressof(data), state, len(state))
+    return True
+
+
+def raw_size(value: Any) -> int:
+    """The bytes of a value's state; of a queue the number of items."""
+    if type(value) in _QUEUES:
+        return len(value.queue)
+    shared = _shared(value)
+    data = value if shared is None else shared
+    if isinstance(data, _DATA_OF_C):
+        return ctypes.sizeof(data)
+    return int(data.nbytes) if isinstance(data, memoryview) else len(data) * getattr(data, "itemsize", 1)
+
+
+def _is_equal_number(now: Any, then: Any) -> bool:
+    return type(now) in (int, float, str) and type(now) is type(then) and bool(now == then)
+
+
+def _shared(value: Any) -> Any:
+    """The number or the array of C in shared memory that a value of ``multiprocessing`` has; None of another one.
+
+    A process that another one has begun may share it with that: then it is not for this one to put it back.
+    """
+    module = sys.modules.get("multiprocessing.sharedctypes")
+    if module is None or not isinstance(value, module.SynchronizedBase) or multiprocessing.parent_process():
+        return None
+    return value.get_obj()
