@@ -5,8 +5,8 @@ micro-batch. What it draws from ``random.Random``, NumPy's or torch's generators
 all of these runs: each begins where the generator was when the batch began, and afterwards the generator is where
 a single run has left it, on every rank of the pipeline. Trials of a step leave it where it was.
 
-The same holds for iterators, such as ``itertools.cycle`` or that of a loader of its own: what they have given is
-kept while a batch lasts, and given again.
+The same holds for files that a step reads on in, and for iterators, such as ``itertools.cycle`` or that of a
+loader of its own: what they have given is kept while a batch lasts, and given again.
 
 Found are generators in attributes of the LightningModule and of its submodules, in lists, dicts and objects of the
 program there, and those that the steps' code reads from its file, from functions around it, or from defaults.
@@ -34,6 +34,7 @@ from deepspeed_partition.code_names import (
     module_of,
     names_read,
 )
+from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.generators import COMMON, GENERATORS, METHODS, generator_state, set_generator_state
 from lightning_madpipe.module import outside_pipeline
 from lightning_madpipe.steps.reached_objects import attributes_of
@@ -52,12 +53,27 @@ _PLAIN = (int, float, str, bytes, NoneType, Tensor)
 """What leads to no generator. Tuples, because each step asks this often: unions of types take longer."""
 
 
+def _is_read(value: Any) -> bool:
+    """Whether this is a file that a step may read on in."""
+    if not isinstance(value, IOBase) or value.closed:
+        return False
+    return value.readable() and value.seekable() and not value.writable()
+
+
 def _state_of(source: Any) -> Any:
+    if isinstance(source, IOBase):
+        try:
+            return source.tell()
+        except (OSError, ValueError):  # a text file does not tell after next(), nor one that is closed
+            return None
     return source.madpipe_place if isinstance(source, Replayed) else generator_state(source)
 
 
 def _put(source: Any, state: Any) -> None:
-    if isinstance(source, Replayed):
+    if isinstance(source, IOBase):
+        if state is not None and not source.closed and _state_of(source) != state:
+            source.seek(state)
+    elif isinstance(source, Replayed):
         source.madpipe_place = state
     else:
         set_generator_state(source, state)
@@ -157,12 +173,24 @@ class OwnGenerators:
         finally:
             RUNS_STEP.reset(running)
             left = self._left[what] = self._states()
+            self._tell_of_files(begun, left)
             if ended is not None:
                 ends = _keys_of({**found_in(self._module, self._ignored), **COMMON})
                 ended(ends, {name for name, key in common.items() if ends[name] != key})
             self._put_found(live)
         if what == "all" and self._num_batches > 1:
             self._refuse_draws_around_the_call(begun, left)
+
+    def _tell_of_files(self, begun: States, left: States) -> None:
+        """Say of files that a step has read on in so that they do not tell where they are."""
+        for name, state in left.items():
+            if state is None and begun.get(name) is not None and isinstance(self._found[name], IOBase):
+                warn_once(
+                    f"read by next/{name}",
+                    f"a step reads lines of {name} by next() or in a loop, and Python does not tell where the "
+                    f"file is then: each batch reads on at the same place. Read by {name}.readline(), or read the "
+                    "lines before the fit",
+                )
 
     def note_call(self) -> None:
         """Note where generators are at the step's call of ``forward``."""
@@ -253,7 +281,7 @@ class _Search:
             kept = _kept_in(value, name, depth)
             if kept is not value:
                 value = table[key] = kept
-        if isinstance(value, _SOURCES):
+        if isinstance(value, _SOURCES) or (self._keeps_items and _is_read(value)):
             if id(value) not in self._seen:
                 self._seen.add(id(value))
                 self.found[name if name not in self.found else f"{name} {len(self.found)}"] = value

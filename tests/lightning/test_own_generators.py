@@ -7,15 +7,18 @@ import itertools
 import pickle
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
 from deepspeed_partition.code_names import CodeSearch, function_of
 from deepspeed_partition.generators import generators_of
+from lightning_madpipe.steps import own_generators
 from lightning_madpipe.steps.own_generators import OwnGenerators, found_in
 
 
@@ -145,3 +148,23 @@ def test_an_iterator_that_begins_anew_does_so() -> None:
     """``for item in self.draws`` went on where the batch before had left it."""
     draws, _ = kept(BeginsAnew())
     assert [list(itertools.islice(draws, 2)) for _ in range(2)] == [[5, 6], [5, 6]]
+
+
+@pytest.mark.parametrize("reads, is_told", [(next, True), (lambda file: file.readline(), False)])
+def test_lines_that_a_step_reads_are_read_again_or_it_is_told(
+    reads: Any, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each trial and each micro-batch read the next line, and nothing was said."""
+    said: list[str] = []
+    monkeypatch.setattr(own_generators, "warn_once", lambda _, sentence: said.append(sentence))
+    path = tmp_path / "lines"
+    path.write_text("1\n2\n3\n")
+    with path.open() as file:
+        _, own = kept(file)
+        lines = []
+        for _ in range(2):
+            with own.of_step("all", 0, None):
+                lines.append(reads(file))
+        assert lines == ["1\n", "1\n"] and file.tell() == 0
+    assert bool(said) == is_told
+    assert all(each.startswith("a step reads lines of self.draws by next() or in a loop") for each in said)
