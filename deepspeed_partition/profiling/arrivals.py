@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -25,7 +25,7 @@ def wait_for_all(
     *,
     say: Callable[[str], object] | None = None,
     is_asked_to_end: Callable[[], bool] = lambda: False,
-    why_not_coming: Callable[[int], str | None] = lambda rank: None,
+    why_not_coming: Callable[[Sequence[int]], Sequence[str]] = lambda ranks: (),
     is_over: Callable[[], bool] = lambda: False,
 ) -> None:
     """Return when every rank of ``group`` has come to this call as often as this one; say for which it waits.
@@ -38,8 +38,8 @@ def wait_for_all(
         group: Its ranks; by default all ranks.
         say: What is given the sentence after ``SAID_AFTER_SECONDS``; by default the logger of measurements.
         is_asked_to_end: Whether this process is to end, such as by SIGTERM: then it waits no longer than that.
-        why_not_coming: Gives the sentence about a rank that will never come, such as one whose process has ended;
-            None where it may come still.
+        why_not_coming: Gives the sentences about those of some ranks that will never come, such as one whose
+            process has ended; none where all of them may come still.
         is_over: Whether all have come to what they do together, by this call or by another one.
 
     Raises:
@@ -54,8 +54,7 @@ def wait_for_all(
         waited = time.monotonic() - began
         named = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
         sentence = f"{call} has waited {waited:.0f} s on rank {rank} for {named}: {what_to_do}"
-        lost = [why for each in missing if (why := why_not_coming(each)) is not None]
-        if lost:
+        if missing and (lost := why_not_coming(missing)):
             store.add(keys[rank], -1)
             raise RuntimeError(f"{call} waits on rank {rank} for {named}, and {', '.join(lost)}: {what_to_do}")
         ends = is_asked_to_end() and waited > SAID_AFTER_SECONDS

@@ -2,6 +2,7 @@
 
 torchrun --nproc_per_node=2 lonely_multiproc.py FOLDER          rank 1, and wants a checkpoint of it
 torchrun --nproc_per_node=2 lonely_multiproc.py FOLDER sample   rank 0, because its callback calls the module
+torchrun --nproc_per_node=2 lonely_multiproc.py FOLDER saving   rank 0, because the other one goes on to train
 torchrun --nproc_per_node=2 lonely_multiproc.py FOLDER ended    rank 0, because the other one's program is through
 torchrun --nproc_per_node=2 lonely_multiproc.py FOLDER validate rank 0 the same, in another run
 """
@@ -32,6 +33,12 @@ class SamplingOnRankZero(pl.Callback):
         module(torch.ones(1, cases.NUM_FEATURES))
 
 
+class SavingOnRankZero(pl.Callback):
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.is_global_zero:
+            trainer.save_checkpoint(sys.argv[1] + "/on_one_rank")
+
+
 if __name__ == "__main__":
     lightning_madpipe.checkpoint.saving.MEETING_SECONDS = 1.0
     folder = Path(sys.argv[1])
@@ -39,6 +46,10 @@ if __name__ == "__main__":
     if sys.argv[2:] == ["sample"]:
         trainer = host.trainer(SamplingOnRankZero(), max_epochs=1, strategy={"algorithm": [0, 4, 8]})
         trainer.fit(cases.Classifier(), cases.loader(16), cases.loader(16))
+    if sys.argv[2:] == ["saving"]:
+        options = {"algorithm": [0, 4, 8], "patience_seconds": 2.0}
+        trainer = host.trainer(SavingOnRankZero(), max_epochs=2, strategy=options)
+        trainer.fit(cases.Classifier(), cases.loader(16))
     if sys.argv[2:] == ["ended"]:
         trainer = host.trainer(max_epochs=1, strategy={"algorithm": [0, 4, 8]})
         trainer.fit(cases.Classifier(), cases.loader(16))

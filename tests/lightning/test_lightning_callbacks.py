@@ -344,6 +344,19 @@ def test_a_rank_at_the_end_of_its_program_is_not_waited_for(tmp_path: Path) -> N
     assert "has come to the end of its program: each rank has a part of the model" in printed
 
 
+def test_a_checkpoint_on_one_rank_ends_where_the_others_wait_elsewhere(tmp_path: Path) -> None:
+    """It was said, and for 300 s no rank ended: one waited in save_checkpoint, the other one in its next batch."""
+    log = tmp_path / "log"
+    code = run_ranks(HERE / "lonely_multiproc.py", [str(tmp_path), "saving"], 2, log, timeout_seconds=90)
+    printed = log.read_text()
+    assert code not in (0, -9), "it had to be killed"
+    assert re.search(
+        r"trainer.save_checkpoint\(\) waits on rank 0 for rank 1, and rank 1 waits in the beginning of a batch, "
+        r"for \d+ s: each rank has a part of the model, so call trainer.save_checkpoint\(path\) on every rank",
+        printed,
+    )
+
+
 @pytest.mark.parametrize("run", ["validate", "fit"])
 def test_no_run_waits_for_a_rank_at_the_end_of_its_program(tmp_path: Path, run: str) -> None:
     """Where a script calls it on one rank alone, that ends, and says whom it waits for."""

@@ -95,6 +95,17 @@ class Notice(NamedTuple):
     text: str
 
 
+class Answer(NamedTuple):
+    """What a rank says to the question what it does."""
+
+    question: int
+    waits: bool
+    """Whether it waits for other ranks."""
+    seconds: float
+    """Since when it does that."""
+    text: str
+
+
 class Process(NamedTuple):
     """A process that can be looked up in ``/proc`` by all that share its namespace."""
 
@@ -269,6 +280,32 @@ class Watch:
             (notice.text for notice, _ in self._notices if notice.rank == rank and notice.generation < 0), None
         )
 
+    def ask(self) -> int:
+        """Ask all ranks what they do; return the number of the question, 0 where nobody can answer."""
+        if self._store is None or self._lost_store:
+            return 0
+        with suppress(RuntimeError):  # as above
+            question = int(self._store.add("question", 1))
+            self._store.add("bell", 1)
+            return question
+        return 0
+
+    def waits_elsewhere(self, rank: int, question: int, seconds: float) -> str | None:
+        """The sentence about a rank that has waited so long for other ranks in one place; None where it has not.
+
+        Args:
+            question: What :meth:`ask` has returned, some seconds ago.
+        """
+        if self._store is None:
+            return None
+        with suppress(RuntimeError):  # as above
+            if not self._store.check([f"answer/{rank}"]):
+                return None
+            answer = Answer(*json.loads(self._store.get(f"answer/{rank}")))
+            if answer.question >= question and answer.waits and answer.seconds >= seconds:
+                return f"rank {rank} waits in {answer.text}"
+        return None
+
     def is_first_to_say(self, key: str) -> bool:
         """Whether no rank of the job has asked this before; where the store has ended, whether none has left."""
         if self._store is None:
@@ -338,13 +375,12 @@ class Watch:
         question = int(self._store.add("question", 0))
         if question != self._question:
             self._question = question
-            self._store.set(f"answer/{self._rank}", json.dumps([question, *self._answer()]))
+            self._store.set(f"answer/{self._rank}", json.dumps(self._answer(question)))
 
-    def _answer(self) -> tuple[bool, list[int] | None, str]:
-        """Return whether this rank waits, for whom if that is known, and what it does."""
-        operation, waits, waits_for = self._place()
+    def _answer(self, question: int) -> Answer:
+        operation, waits, _ = self._place()
         seconds = time.monotonic() - max(self._since, self._seen_since if waits else self._since)
-        return waits, waits_for, f"{operation}, for {seconds:.0f} s" if self._since else operation
+        return Answer(question, waits, seconds, f"{operation}, for {seconds:.0f} s" if self._since else operation)
 
     def _place(self) -> tuple[str, bool, list[int] | None]:
         """Return what the main thread does in words, whether it waits for other ranks, and for which."""
@@ -430,9 +466,9 @@ class Watch:
         for rank in range(min(self._world_size, MOST_RANKS_ASKED)):
             if rank == self._rank or not self._store.check([f"answer/{rank}"]):
                 continue
-            number, waits, _, text = json.loads(self._store.get(f"answer/{rank}"))
-            if number >= question:
-                answers[rank] = waits, text
+            answer = Answer(*json.loads(self._store.get(f"answer/{rank}")))
+            if answer.question >= question:
+                answers[rank] = answer.waits, answer.text
         others = [rank for rank in range(min(self._world_size, MOST_RANKS_ASKED)) if rank != self._rank]
         free = [rank for rank in waits_for or others if not answers.get(rank, (False, ""))[0]]
         first_to_say = all(rank > self._rank for rank, (waits, _) in answers.items() if waits)
