@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from operator import is_
-from types import MethodType
+from types import BuiltinMethodType, MethodType, MethodWrapperType, ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import nn
 
 from deepspeed_partition.code_names import CodeSearch, forward_of, function_of, is_installed
 from deepspeed_partition.generators import GENERATORS, generator_state, members_of, set_generator_state
+from deepspeed_partition.kept_values import copied, itself, kept_by_another, kept_in_place, say_of, state_of
 
 PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
 """Types of values that nothing changes in place."""
@@ -41,13 +42,15 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 def attributes_kept(modules: Iterable[nn.Module], *, buffers: bool = False) -> Iterator[None]:
     """Put the attributes of ``modules`` and of their children back afterwards, and their buffers if asked.
 
-    Numbers, strings, tensors, random generators, arrays, and lists, dicts, sets and deques of these become what
-    they were, and so do the attributes of a program's objects. Of any other object only the name is put back: what
-    has changed within it stays changed.
+    Numbers, strings, tensors, random generators, arrays, what ``kept_values.py`` knows, and lists, dicts, sets and
+    deques of these become what they were, and so do the attributes of a program's objects. Of any other object
+    only the name is put back: what has changed within it stays changed.
     """
     owners = list(dict.fromkeys(owner for module in modules for owner in module.modules()))
-    remembering = _Remembering(_is_no_data)
+    remembering = _Remembering(_is_no_data, by_others=True)
     before = [(owner, remembering.each(attributes_of(owner))) for owner in owners]
+    for owner, remembered in before:
+        remembering.let_others_stand(vars(owner), remembered)
     tables = [(owner._buffers, remembering.each(owner._buffers)) for owner in owners if buffers]
     try:
         yield
@@ -63,14 +66,18 @@ def attributes_kept(modules: Iterable[nn.Module], *, buffers: bool = False) -> I
 
 
 @contextmanager
-def state_kept(functions: Iterable[Any]) -> Iterator[None]:
-    """Put back afterwards what functions and other objects that are called hold.
+def state_kept(functions: Iterable[Any], code_of: Iterable[Any] = ()) -> Iterator[None]:
+    """Put back afterwards what functions and other objects that are called hold, and what other code names.
 
     That is, as :func:`attributes_kept` does it: attributes and buffers of a module, the attributes of an object
     and of what a method belongs to, the arguments of a partial, and the variables around the program's own code:
     of functions around it, of its file, of its class.
+
+    Args:
+        functions: What is called.
+        code_of: Modules and specifications of layers, whose attributes others keep.
     """
-    restore = HeldState(functions).remembered(buffers=True)
+    restore = HeldState(functions, code_of).remembered(buffers=True, by_others=True)
     try:
         yield
     finally:
@@ -86,12 +93,15 @@ class HeldState:
 
     Args:
         functions: What is called. What their code can reach is looked for once.
+        code_of: Modules and specifications of layers, whose attributes do not count.
     """
 
-    def __init__(self, functions: Iterable[Any]) -> None:
+    def __init__(self, functions: Iterable[Any], code_of: Iterable[Any] = ()) -> None:
         held = _Held()
         for function in functions:
             held.add(function)
+        for each in code_of:
+            held.add_code_of(each)
         self._owners = list(
             {
                 id(owner): (owner, path) for module in held.modules for path, owner in module.named_modules()
@@ -100,7 +110,12 @@ class HeldState:
         self._tables = list(held.tables())
 
     def remembered(
-        self, *, buffers: bool, copies: Callable[[Any], bool] | None = None, known: Known | None = None
+        self,
+        *,
+        buffers: bool,
+        copies: Callable[[Any], bool] | None = None,
+        known: Known | None = None,
+        by_others: bool = False,
     ) -> Callable[[Collection[Place]], None]:
         """Note all of it; return what puts it back, but for some places.
 
@@ -109,12 +124,16 @@ class HeldState:
             copies: Whether a tensor or an array is copied, to be put back where it is changed in place.
             known: What others have noted at this instant, to which this is added: what several hold, such as the
                 settings of all layers, is noted once.
+            by_others: Let others stand until then in the place of iterators and the like, which cannot be put back
+                themselves.
         """
-        remembering = _Remembering(copies or _is_no_data, known)
+        remembering = _Remembering(copies or _is_no_data, known, by_others=by_others)
         before = [
             (table, remembering.each({key: table[key] for key in keys if key in table}))
             for table, keys, _ in self._each(buffers=buffers)
         ]
+        for table, remembered in before:
+            remembering.let_others_stand(table, remembered)
 
         def restore(spared: Collection[Place]) -> None:
             for (table, remembered), (_, keys, _) in zip(before, self._each(buffers=buffers), strict=True):
@@ -165,8 +184,44 @@ def _mark(value: Any, depth: int) -> Any:
         return id(value), {key: _mark(member, depth) for key, member in value.items()}
     if isinstance(value, list | tuple | dict | set | deque):
         return id(value), len(value)
+    value = itself(value)
+    state = state_of(value)
+    if state is not None:
+        return id(value), state
     table = members_of(value) if depth else None
     return id(value), table and {key: _mark(member, depth - 1) for key, member in table.items()}
+
+
+class PartialArguments(MutableMapping[str, Any]):
+    """What a ``functools.partial`` is made of: its function, its arguments, and by their names those with one."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def _table(self) -> dict[str, Any]:
+        return {"func": self._function.func, "args": self._function.args, **self._function.keywords}
+
+    def partial_of(self, values: Iterable[Any]) -> Any:
+        """A partial of other values, which come in the same order."""
+        function, args, *given = values
+        return functools.partial(function, *args, **dict(zip(self._function.keywords, given, strict=True)))
+
+    def __getitem__(self, name: str) -> Any:
+        return self._table()[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        function, args, *keywords = {**self._table(), name: value}.values()
+        named = dict(zip(self._function.keywords, keywords, strict=True))
+        self._function.__setstate__((function, args, named, vars(self._function)))
+
+    def __delitem__(self, name: str) -> None:
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table())
+
+    def __len__(self) -> int:
+        return len(self._table())
 
 
 class _Held:
@@ -174,7 +229,7 @@ class _Held:
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
-        self._objects: list[dict[str, Any]] = []
+        self._objects: list[MutableMapping[str, Any]] = []
         self._seen: set[int] = set()
         self._search = CodeSearch(lambda module: not is_installed(module))
 
@@ -189,7 +244,7 @@ class _Held:
         elif isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
                 self.add(part)
-            self._objects.append({"args": value.args, **value.keywords})
+            self._objects.append(PartialArguments(value))
         elif isinstance(value, MethodType):
             self._add_object(value.__self__)
             self._read(value.__func__, type(value.__self__))
@@ -198,6 +253,26 @@ class _Held:
         else:
             self._add_object(value)
             self._read(type(value).__call__, type(value))
+
+    def add_code_of(self, layer: Any) -> None:
+        """Find what the code of a module and its children names; of a specification, its arguments, too."""
+        if isinstance(layer, nn.Module):
+            for part in layer.modules():
+                self._read(forward_of(part), type(part))
+                for value in attributes_of(part).values():
+                    self._read_functions(value)
+        elif isinstance(kind := getattr(layer, "typename", None), type):
+            self._objects.append(vars(layer))
+            self._read(getattr(kind, "forward", None), kind)
+
+    def _read_functions(self, value: Any) -> None:
+        """Read functions of the program that are an attribute, or stand in one."""
+        members = (
+            value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        )
+        for member in list(members)[:_MOST_MEMBERS]:
+            if function_of(member) is not None:
+                self._read(member, None)
 
     def _add_object(self, value: Any) -> None:
         if isinstance(value, nn.Module):
@@ -234,14 +309,32 @@ class _Remembering:
     Args:
         copies: Whether a tensor or an array is copied, to be put back where it is changed in place.
         known: Functions that were made for values at this instant.
+        by_others: Whether others stand meanwhile in the place of what cannot be put back itself.
     """
 
-    def __init__(self, copies: Callable[[Any], bool], known: Known | None = None) -> None:
-        self._copies, self._known = copies, {} if known is None else known
+    def __init__(
+        self, copies: Callable[[Any], bool], known: Known | None = None, *, by_others: bool = False
+    ) -> None:
+        self._copies, self._known, self._by_others = copies, {} if known is None else known, by_others
+        self._name = ""
+        self._meanwhile: dict[Remembered, Any] = {}
+        """What stands in the place of a value, by the function that puts it back."""
 
     def each(self, values: Mapping[Any, Any], depth: int = _DEPTH) -> dict[Any, Remembered]:
         """Return what makes each value what it is now."""
-        return {key: self._remembered(value, depth) for key, value in values.items()}
+        found = {}
+        for key, value in values.items():
+            if depth == _DEPTH and isinstance(key, str):
+                self._name = key
+            found[key] = self._remembered(value, depth)
+        return found
+
+    def let_others_stand(self, container: Any, remembered: Mapping[Any, Remembered]) -> None:
+        """Put others into the place of some values of a container for the time being."""
+        for key, put_back in remembered.items() if self._meanwhile else ():
+            if put_back in self._meanwhile:
+                with suppress(Exception):  # a container of a class that lets nobody write to it
+                    container[key] = self._meanwhile[put_back]
 
     def _remembered(self, value: Any, depth: int) -> Remembered:
         if type(value) in PLAIN:
@@ -249,14 +342,61 @@ class _Remembering:
         key = id(value), depth
         found = self._known.get(key)
         if found is None:
-            restore = self._restorer(value, depth)
-
-            def restored() -> Any:  # it holds the value, so that its id is no other's
-                restore()
-                return value
-
-            found = self._known[key] = restored
+            found = self._known[key] = self._by_another(value, depth) or self._itself(value, depth)
         return found
+
+    def _itself(self, value: Any, depth: int) -> Remembered:
+        restore = self._restorer(value, depth)
+
+        def restored() -> Any:  # it holds the value, so that its id is no other's
+            restore()
+            return value
+
+        return restored
+
+    def _by_another(self, value: Any, depth: int) -> Remembered | None:
+        """What returns a value, or another one in its place; None where it stays itself."""
+        if type(value) in (dict, list) or isinstance(value, torch.Tensor | np.ndarray):
+            return None
+        if isinstance(value, tuple):
+            return self._made_anew(value, value, depth, getattr(type(value), "_make", type(value)))
+        if type(value) is functools.partial:
+            arguments = PartialArguments(value)
+            return self._made_anew(value, tuple(arguments.values()), depth, arguments.partial_of)
+        is_method = isinstance(value, BuiltinMethodType | MethodWrapperType)
+        if is_method and not isinstance(value.__self__, type | ModuleType):
+            name = value.__name__  # as of itertools.count().__next__
+            return self._made_anew(value, (value.__self__,), depth, lambda owner: getattr(owner[0], name))
+        if not self._by_others:
+            return copied(value)
+        kept = kept_by_another(value, say_of(self._name, value))
+        if kept is None:
+            return None
+        restore = self._restorer(value, depth) if kept.meanwhile is value else _nothing
+
+        def restored() -> Any:
+            before = kept.restored()
+            restore()
+            return before
+
+        if kept.meanwhile is not value:
+            self._meanwhile[restored] = kept.meanwhile
+        return restored
+
+    def _made_anew(
+        self, value: Any, parts: tuple[Any, ...], depth: int, make: Callable[[list[Any]], Any]
+    ) -> Remembered:
+        """Keep the parts of a value into which nothing can be put: of other parts another value is made."""
+        remembered = [self._remembered(part, depth) for part in parts]
+        others = [self._meanwhile.get(each, part) for each, part in zip(remembered, parts, strict=True)]
+
+        def restored() -> Any:
+            now = [each() for each in remembered]
+            return value if all(map(is_, now, parts)) else make(now)
+
+        if not all(map(is_, others, parts)):
+            self._meanwhile[restored] = make(others)
+        return restored
 
     def _restorer(self, value: Any, depth: int) -> Callable[[], object]:
         if type(value) in PLAIN:
@@ -282,12 +422,11 @@ class _Remembering:
                 numbers = list(value)
                 return lambda: value.__setitem__(slice(None), numbers)
             items = [self._remembered(item, depth) for item in value]
+            self.let_others_stand(value, dict(enumerate(items)))
             return lambda: value.__setitem__(slice(None), [item() for item in items])
-        if isinstance(value, tuple):
-            parts = [self._restorer(item, depth) for item in value]
-            return lambda: [restore() for restore in parts]
         if isinstance(value, dict):
-            members = self.each(value, depth)
+            members = {key: self._remembered(member, depth) for key, member in value.items()}
+            self.let_others_stand(value, members)
             return lambda: _refill(value, _restored(members))
         if isinstance(value, set):
             entries = set(value)
@@ -295,9 +434,13 @@ class _Remembering:
         if isinstance(value, deque):
             queue = list(value)
             return lambda: _refill_queue(value, queue)
+        in_place = kept_in_place(value)
+        if in_place is not None:
+            return in_place
         table = members_of(value) if depth else None
         if table is not None:
             inner = self.each(table, depth - 1)
+            self.let_others_stand(table, inner)
             return lambda: _refill(table, _restored(inner))
         return _nothing
 

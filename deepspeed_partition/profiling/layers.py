@@ -28,7 +28,7 @@ from deepspeed_partition.profiling.measure import MeasuredLayer, measure_layers,
 from deepspeed_partition.profiling.readings import suspicious
 from deepspeed_partition.profiling.run import Conditions
 from deepspeed_partition.profiling.sharing import measure_shared, share_of
-from deepspeed_partition.profiling.sources import LayerSource, layer_sources
+from deepspeed_partition.profiling.sources import LayerSource, is_layer_spec, layer_sources, modules_of
 from deepspeed_partition.profiling.stash import layer_profiles
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ def profile_chain(
     sources = layer_sources(layers)
     inputs, labels = _split(sample, loss_fn)
     rank, num_ranks = _place_in(group)
-    with training_conditions(conditions.device), state_kept(_called(sources, loss_fn)):
+    with training_conditions(conditions.device), state_kept(*_called(sources, loss_fn)):
         boundary = with_grad(to_device(inputs, conditions.device), False)
         finish = _finish(loss_fn, labels, conditions)
         start, stop = share_of(len(sources), rank, num_ranks)
@@ -223,7 +223,7 @@ def measure_stage(
     )
     sources = layer_sources(layers, names=names, first_index=first_index)
     inputs, _ = _split(inputs, None)
-    with training_conditions(conditions.device), state_kept(_called(sources, loss_fn)):
+    with training_conditions(conditions.device), state_kept(*_called(sources, loss_fn)):
         boundary = with_grad(to_device(inputs, conditions.device), not first_stage)
         finish = _finish(loss_fn, labels, conditions)
         return measure_layers(sources, boundary, conditions, finish, on_layer=on_layer)
@@ -248,7 +248,7 @@ def forward_stage(
     conditions = Conditions.on(device, autocast_dtype=autocast_dtype)
     sources = layer_sources(layers, first_index=first_index)
     inputs, _ = _split(inputs, None)
-    with training_conditions(conditions.device), state_kept(_called(sources, None)):
+    with training_conditions(conditions.device), state_kept(*_called(sources, None)):
         boundary = with_grad(to_device(inputs, conditions.device), not first_stage)
         return run_layers(sources, boundary, conditions)
 
@@ -273,10 +273,16 @@ def _split(sample: Any, loss_fn: LossFunction | None) -> tuple[Boundary, Any]:
     return inputs, labels
 
 
-def _called(sources: Iterable[LayerSource], loss_fn: LossFunction | None) -> list[Any]:
-    """Return the loss, and the layers that are functions: measuring calls them several times."""
-    layers = [getattr(each.source, "forward_fn", None) or each.source for each in sources]
-    return [*(layer for layer in layers if not isinstance(layer, nn.Module)), loss_fn]
+def _called(sources: Iterable[LayerSource], loss_fn: LossFunction | None) -> tuple[list[Any], list[Any]]:
+    """Return the loss with the layers that are functions, and the other layers: measuring calls them often."""
+    functions: list[Any] = [loss_fn]
+    others: list[Any] = []
+    for each in sources:
+        forward = getattr(each.source, "forward_fn", None)
+        is_function = forward is not None or not (isinstance(each.source, nn.Module) or is_layer_spec(each.source))
+        functions += [forward or each.source] if is_function else []
+        others += [each.source, *modules_of(each.source)]
+    return functions, others
 
 
 def _finish(loss_fn: LossFunction | None, labels: Any, conditions: Conditions) -> Callable[[Any], Any] | None:

@@ -71,7 +71,7 @@ class LayerSource:
                 raise ValueError(f"layer {self.name!r} cannot be built: {said(error)}") from error
             forward = getattr(source, "forward_fn", None)  # only a TiedLayerSpec may have one
             return BuiltLayer(unpacking(functools.partial(forward, module) if forward else module), (module,))
-        return BuiltLayer(unpacking(source), _modules_of(source))
+        return BuiltLayer(unpacking(source), modules_of(source))
 
 
 def layer_sources(
@@ -139,20 +139,20 @@ def said(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def _modules_of(layer: Any) -> tuple[nn.Module, ...]:
+def modules_of(layer: Any) -> tuple[nn.Module, ...]:
     if isinstance(layer, nn.Module):
         return (layer,)
     if isinstance(layer, functools.partial):  # DeepSpeed's form of a tied layer that was built
         given = (*layer.args, *layer.keywords.values())
-        return (*_modules_of(layer.func), *(item for item in given if isinstance(item, nn.Module)))
+        return (*modules_of(layer.func), *(item for item in given if isinstance(item, nn.Module)))
     wrapped = getattr(layer, "__wrapped__", None)
-    return () if wrapped is None else _modules_of(wrapped)
+    return () if wrapped is None else modules_of(wrapped)
 
 
 def _type_name(layer: Any) -> str:
     if is_layer_spec(layer):
         return str(layer.typename.__name__)
-    modules = _modules_of(layer)
+    modules = modules_of(layer)
     if modules:
         return modules[0].__class__.__name__  # a stand-in gives the class of its original
     if isinstance(layer, functools.partial):

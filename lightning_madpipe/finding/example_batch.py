@@ -84,7 +84,7 @@ def _called_for(loader: Any) -> Iterator[Any]:
 def _state_of_data_kept(called: Iterable[Callable[..., Any] | None]) -> Iterator[None]:
     """Put back afterwards what functions of the data hold; large tensors and arrays are the data itself."""
     held = HeldState(each for each in called if each is not None)
-    restore = held.remembered(buffers=True, copies=lambda value: bool(value.nbytes <= _MOST_BYTES))
+    restore = held.remembered(buffers=True, copies=lambda value: bool(value.nbytes <= _MOST_BYTES), by_others=True)
     try:
         yield
     finally:

@@ -26,6 +26,7 @@ from deepspeed_partition.engine.pipeline.parts import (
 )
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.generators import generator_state, generators_of, set_generator_state
+from deepspeed_partition.kept_values import itself
 from deepspeed_partition.profiling.attributes import attributes_of, mark
 from deepspeed_partition.profiling.sources import users_names
 
@@ -131,7 +132,8 @@ def _kind_of(generator: Any) -> str | None:
 
 def _module_attributes(module: nn.Module) -> dict[str, Any]:
     """What the class or a program has set on a module, as it can be sent; else the class of what cannot."""
-    found = {name: _sendable(value) for name, value in attributes_of(module).items() if not _is_known(value)}
+    own = {name: itself(value) for name, value in attributes_of(module).items()}
+    found = {name: _sendable(value) for name, value in own.items() if not _is_known(value)}
     for name, generator in generators_of(module).items():  # also within what cannot be sent itself
         kind = _kind_of(generator)
         if kind is not None:

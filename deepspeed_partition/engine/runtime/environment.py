@@ -18,6 +18,7 @@ import torch.distributed
 from deepspeed.accelerator import get_accelerator
 from torch.distributed.distributed_c10d import _get_default_store
 
+from deepspeed_partition import kept_values
 from deepspeed_partition.quiet import without_lines_of_compilers
 
 logger = logging.getLogger("deepspeed_partition.engine")
@@ -109,6 +110,9 @@ def warn_once(key: str, message: str) -> None:
     if torch.distributed.is_initialized() and _get_default_store().add(f"madpipe/said/{key}", 1) > 1:
         return
     log_here(message, logging.WARNING)
+
+
+kept_values.tell_once = warn_once
 
 
 def log_here(message: str, level: int = logging.INFO) -> None:

@@ -1,0 +1,486 @@
+"""Values that change in place beside lists, dicts and tensors, and what makes them what they were.
+
+Counts and other iterators, arrays and buffers of bytes, values of ctypes and of ``multiprocessing``, queues, files
+that are open, connections of SQLite. What is written to a file meanwhile does not get there. An iterator cannot be
+turned back: meanwhile another one stands in its place, which gives the same.
+"""
+
+from __future__ import annotations
+
+import array
+import ast
+import copy
+import ctypes
+import io
+import itertools
+import logging
+import mmap
+import multiprocessing
+import os
+import queue
+import sys
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from operator import is_
+from types import GeneratorType
+from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakValueDictionary
+
+from deepspeed_partition.capture.draws import Rewindable
+
+MOST_BYTES = 2**28
+"""Bytes of the largest array, or file, whose contents are copied to be put back."""
+_ITEMS: tuple[Any, ...] = ([], (), range(0), range(2**64), "", "é", b"", bytearray(), array.array("b"))
+_COPIED = (itertools.count, type(reversed([])), *(type(iter(each)) for each in _ITEMS))
+"""Iterators whose copies go their own way; those of others share what they take from."""
+_TABLES: tuple[Any, ...] = ({}, {}.values(), {}.items(), set())
+_GIVEN_AGAIN = (GeneratorType, enumerate, filter, map, zip, reversed, *(type(iter(each)) for each in _TABLES))
+"""Iterators that cannot be copied, beside those of ``itertools``."""
+
+Say: TypeAlias = Callable[[str], object]
+"""Is given what was done with a value that cannot be undone, in words that follow its name."""
+STAYS = (
+    "{name} ({kind}): {what} while layers or the loss function ran to be measured or tried, and that cannot be "
+    "undone: use an attribute, a list or a buffer in its place, or do it in the program's loop"
+)
+"""What is said once of a value that cannot be made what it was."""
+
+logger = logging.getLogger(__name__)
+
+
+def _log(_: str, sentence: str) -> None:
+    logger.warning(sentence)
+
+
+tell_once: Callable[[str, str], object] = _log
+"""Says a sentence, known by a key; the engine, which knows what other ranks have said, has its own here."""
+
+
+def say_of(name: str, value: Any) -> Say:
+    """What says once that something with a value of this name cannot be undone."""
+    kind = type(value).__name__
+    return lambda what: tell_once(f"stays/{name}", STAYS.format(name=name, kind=kind, what=what))
+
+
+class Kept(NamedTuple):
+    """What stands in the place of a value meanwhile, and what returns the value as it was."""
+
+    meanwhile: Any
+    restored: Callable[[], Any]
+
+
+def kept_in_place(value: Any) -> Callable[[], object] | None:
+    """Return what makes a value what it is now; None of anything that is of none of these kinds."""
+    if isinstance(value, queue.SimpleQueue):
+        return _simple_queue_kept(value)
+    if isinstance(value, queue.Queue):
+        return _queue_kept(value)
+    if isinstance(value, io.IOBase):
+        return _file_kept(value)
+    return None if _is_of_several_processes(value) else _bytes_kept(value)
+
+
+def kept_by_another(value: Any, say: Say) -> Kept | None:
+    """Let something else stand in the place of a value meanwhile; None where nothing has to.
+
+    Files and databases stay where they are. What this thread writes to a file is dropped until it is restored, and
+    what it changes in a database is rolled back.
+    """
+    if type(value) is Given:
+        return Kept(value, value.held())
+    if Rewindable in type(value).__mro__:  # it says that it is of the class of what it stands for
+        place = value.madpipe_place
+        return Kept(value, lambda: _back_to(value, place))
+    if isinstance(value, io.IOBase):
+        back = _writing_dropped(value)
+    elif isinstance(value, queue.Queue):
+        back = _puts_counted(value, say)
+    elif _is_of_several_processes(value):
+        back = _change_told(value, say)
+    elif isinstance(value, _kind("sqlite3", "Connection") or ()):
+        back = _database_kept(value, say)
+    else:
+        return _iterator_kept(value)
+    return None if back is None else Kept(value, lambda: (back(), value)[1])
+
+
+def copied(value: Any) -> Callable[[], Any] | None:
+    """Return what makes an iterator like this one is now; None of anything else, and of what cannot be copied."""
+    if type(value) not in _COPIED:
+        return None
+    before = _copy_of(value)
+    if before is None:
+        return None
+    return lambda: value if state_of(value) == state_of(before) else _copy_of(before)
+
+
+def itself(value: Any) -> Any:
+    """The program's own iterator where something of this module stands in its place; else the value."""
+    return value.iterator if type(value) is Given else value
+
+
+def state_of(value: Any) -> Any:
+    """What tells a value from what it is after a change, to be compared with ``==``; None where nothing does."""
+    if type(value) is itertools.count:
+        return repr(value)
+    if type(value) in _COPIED:
+        return value.__reduce__()[2:]
+    if isinstance(value, queue.Queue):
+        return list(map(id, value.queue))
+    if isinstance(value, queue.SimpleQueue):
+        return value.qsize()
+    view = _view_of(value)
+    return None if view is None else zlib.crc32(view)
+
+
+# Iterators
+
+
+class Given(Rewindable):
+    """An iterator that can give again what was taken from another one, which is asked for everything else."""
+
+    __slots__ = ("__weakref__", "_items", "_num_held")
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self.madpipe_iterator, self._items = iterator, list[Any]()
+        self.madpipe_place = self._num_held = 0
+
+    @property
+    def iterator(self) -> Iterator[Any]:
+        """What it stands for."""
+        return self.madpipe_iterator
+
+    def __next__(self) -> Any:
+        if self.madpipe_place < len(self._items):
+            item = self._items[self.madpipe_place]
+        else:
+            item = next(self.madpipe_iterator)
+            self._items.append(item)
+        self.madpipe_place += 1
+        self._forget()
+        return item
+
+    def __getattr__(self, name: str) -> Any:
+        if name in (*Given.__slots__, *Rewindable.__slots__) or name.startswith("__"):  # while it is copied
+            raise AttributeError(name)
+        return getattr(self.madpipe_iterator, name)
+
+    def held(self) -> Callable[[], Any]:
+        """Keep what is given from now on; return what lets it be given again, and returns the iterator for it."""
+        place, is_held = self.madpipe_place, True
+        self._num_held += 1
+
+        def restored() -> Any:  # at each place where it stands
+            nonlocal is_held
+            if is_held:
+                is_held = False
+                self.madpipe_place = place
+                self._num_held -= 1
+                self._forget()
+            return self if self._items or self._num_held else self.madpipe_iterator
+
+        return restored
+
+    def _forget(self) -> None:
+        if not self._num_held:
+            del self._items[: self.madpipe_place]
+            self.madpipe_place = 0
+
+
+_GIVEN: WeakValueDictionary[int, Given] = WeakValueDictionary()
+
+
+def _iterator_kept(value: Any) -> Kept | None:
+    kind = type(value)
+    copy_of = _copy_of(value) if kind in _COPIED else None
+    if copy_of is not None:
+        return Kept(copy_of, lambda: value)
+    if kind in (*_COPIED, *_GIVEN_AGAIN) or (kind.__module__ == "itertools" and isinstance(value, Iterator)):
+        given = _GIVEN.setdefault(id(value), Given(value))  # it keeps the iterator, and its identity
+        return Kept(given, given.held())
+    return None
+
+
+def _copy_of(iterator: Any) -> Any:
+    """An iterator that gives the same, and goes its own way; None where there is none."""
+    if type(iterator) is not itertools.count:
+        return copy.copy(iterator)
+    with suppress(ValueError, SyntaxError):  # of numbers of other kinds
+        return itertools.count(*ast.literal_eval(f"({repr(iterator)[len('count(') : -1]},)"))
+    return None
+
+
+def _back_to(iterator: Any, place: int) -> Any:
+    iterator.madpipe_place = place
+    return iterator
+
+
+# Bytes
+
+
+def _is_of_several_processes(value: Any) -> bool:
+    """Whether the process that has begun this one may have a value of ``multiprocessing``, too."""
+    kinds = (("sharedctypes", "SynchronizedBase"), ("shared_memory", "SharedMemory"))
+    is_shared = any(isinstance(value, _kind(f"multiprocessing.{module}", name) or ()) for module, name in kinds)
+    return is_shared and multiprocessing.parent_process() is not None
+
+
+def _change_told(value: Any, say: Say) -> Callable[[], object]:
+    before = state_of(value)
+    return lambda: None if state_of(value) == before else say("it was changed, which other processes may see")
+
+
+def _view_of(value: Any) -> memoryview | None:
+    """The bytes of an array and the like, which may be written; None of anything else, and of large ones."""
+    if isinstance(value, _kind("multiprocessing.sharedctypes", "SynchronizedBase") or ()):
+        value = value.get_obj()
+    elif isinstance(value, _kind("multiprocessing.shared_memory", "SharedMemory") or ()):
+        value = value.buf
+    is_numbers = isinstance(value, ctypes._SimpleCData | ctypes.Array | ctypes.Structure | ctypes.Union)
+    if not isinstance(value, array.array | bytearray | mmap.mmap | memoryview) and not (
+        is_numbers and _has_no_pointers(type(value))
+    ):
+        return None
+    try:
+        view = memoryview(value)
+        is_kept = not view.readonly and view.c_contiguous and view.nbytes <= MOST_BYTES
+    except ValueError:  # it was closed or released
+        return None
+    # Without numbers it has no bytes, and a memoryview of none cannot be cast.
+    return (view.cast("B") if view.nbytes else memoryview(b"")) if is_kept else None
+
+
+def _bytes_kept(value: Any) -> Callable[[], object] | None:
+    """Return what puts the bytes of an array and the like back; arrays may grow, too."""
+    view = _view_of(value)
+    if view is None:
+        return None
+    before = view.tobytes()
+    view.release()
+    contents = value[:] if isinstance(value, array.array | bytearray) else None
+
+    def restore() -> None:
+        now = _view_of(value)
+        is_same = now is None or now == before
+        if contents is None and now is not None and not is_same:
+            now[:] = before
+        if now is not None:
+            now.release()
+        if contents is not None and not is_same:
+            value[:] = contents
+
+    return restore
+
+
+def _has_no_pointers(kind: Any) -> bool:
+    """Whether values of a type of ctypes are numbers alone."""
+    if issubclass(kind, ctypes._SimpleCData):
+        return kind._type_ not in "OPXZz"
+    if issubclass(kind, ctypes.Array):
+        return _has_no_pointers(kind._type_)
+    if issubclass(kind, ctypes.Structure | ctypes.Union):
+        return all(_has_no_pointers(field[1]) for field in getattr(kind, "_fields_", ()))
+    return False
+
+
+def _kind(module: str, name: str) -> Any:
+    """A class of a module, if that was imported: else there is no object of it."""
+    return getattr(sys.modules.get(module), name, None)
+
+
+# Queues
+
+
+def _queue_kept(items: queue.Queue[Any]) -> Callable[[], object] | None:
+    with items.mutex:
+        if items.not_empty._waiters:  # type: ignore[attr-defined]
+            return None  # a thread takes what is put there
+        before, unfinished = list(items.queue), items.unfinished_tasks
+
+    def restore() -> None:
+        with items.mutex:
+            now, tasks = items.queue, items.unfinished_tasks
+            if len(now) == len(before) and all(map(is_, now, before)) and tasks == unfinished:
+                return
+            if items.not_empty._waiters:  # type: ignore[attr-defined]
+                return
+            now.clear()
+            now.extend(before)
+            items.unfinished_tasks = unfinished
+            items.not_full.notify_all()
+
+    return restore
+
+
+def _puts_counted(items: queue.Queue[Any], say: Say) -> Callable[[], object] | None:
+    """Count what this thread puts into a queue from which another one takes it."""
+    if "_put" in vars(items) or not items.not_empty._waiters:  # type: ignore[attr-defined]
+        return None
+    puts, thread, count = items._put, threading.get_ident(), itertools.count()
+
+    def put(item: Any) -> None:
+        if threading.get_ident() == thread:
+            next(count)
+        puts(item)
+
+    def end() -> None:
+        del items._put
+        if number := next(count):
+            say(f"{number} items were put into it, which another thread takes")
+
+    items._put = put  # type: ignore[method-assign]
+    return end
+
+
+def _simple_queue_kept(items: queue.SimpleQueue[Any]) -> Callable[[], object]:
+    def taken() -> list[Any]:
+        found = []
+        with suppress(queue.Empty):
+            while True:
+                found.append(items.get_nowait())
+        return found
+
+    def put_back() -> None:
+        taken()
+        for item in before:
+            items.put(item)
+
+    before = taken()
+    put_back()
+    return put_back
+
+
+# Files
+
+
+def _file_kept(file: Any) -> Callable[[], object] | None:
+    """Return what puts the place in a file back, and the contents of one in memory."""
+    if file.closed or _is_shown(file):
+        return None
+    if type(file) in (io.StringIO, io.BytesIO):
+        contents, place = file.getvalue(), file.tell()
+        return lambda: _put_contents_back(file, contents, place)
+    try:
+        place = _place_in(file) if file.seekable() else None
+    except (OSError, ValueError, AttributeError):
+        place = None
+    return None if place is None else lambda: _seek(file, place)
+
+
+def _put_contents_back(file: Any, contents: Any, place: int) -> None:
+    if file.closed:
+        return
+    if file.getvalue() != contents:
+        file.seek(0)
+        file.truncate()
+        file.write(contents)
+    file.seek(place)
+
+
+def _seek(file: Any, place: int) -> None:
+    if not file.closed and _told_place(file) != place:
+        file.seek(place)
+
+
+def _told_place(file: Any) -> int | None:
+    """The place in a file; None in one that is read line by line, which hides it."""
+    with suppress(OSError):
+        return int(file.tell())
+    return None
+
+
+def _place_in(file: Any) -> int | None:
+    place = _told_place(file)
+    if place is None:
+        if os.fstat(file.fileno()).st_size > MOST_BYTES:
+            return None
+        rest = file.read()
+        file.seek(0)
+        num_before = len(file.read()) - len(rest)
+        file.seek(0)
+        file.read(num_before)
+        place = _told_place(file)
+    return place
+
+
+def _is_shown(file: Any) -> bool:
+    """Whether this is standard output or the like, which whoever runs the program looks at."""
+    return any(file is each for each in (sys.stdin, sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__))
+
+
+def _writing_dropped(file: Any) -> Callable[[], object] | None:
+    """Let go nowhere what this thread writes to a file; return what ends that."""
+    if file.closed or not file.writable() or _is_shown(file) or type(file) in (io.StringIO, io.BytesIO):
+        return None
+    target = file.buffer if isinstance(file, io.TextIOWrapper) else file
+    if not hasattr(target, "__dict__") or "write" in vars(target):
+        return None
+    writes, truncates, thread = target.write, target.truncate, threading.get_ident()
+
+    def write(data: Any) -> Any:
+        if threading.get_ident() != thread:
+            return writes(data)
+        return len(data) if isinstance(data, str) else memoryview(data).nbytes
+
+    def truncate(size: int | None = None) -> Any:
+        return truncates(size) if threading.get_ident() != thread else target.tell() if size is None else size
+
+    _flush(file)
+    target.write, target.truncate = write, truncate
+
+    def end() -> None:
+        _flush(file)
+        for name in ("write", "truncate"):
+            target.__dict__.pop(name, None)
+
+    return end
+
+
+def _flush(file: Any) -> None:
+    with suppress(OSError, ValueError):  # who writes to it next is told
+        file.flush()
+
+
+# Databases
+
+
+def _database_kept(connection: Any, say: Say) -> Callable[[], object] | None:
+    """Return what rolls back what a connection of SQLite changes from now on, and says what was committed."""
+    try:
+        contents, num_changes, was_open = (
+            _contents_of(connection),
+            connection.total_changes,
+            connection.in_transaction,
+        )
+        if was_open:  # else the program may begin one itself
+            connection.execute("SAVEPOINT madpipe")
+    except Exception:  # closed, of another thread, or locked
+        return None
+
+    def restore() -> None:
+        with suppress(Exception):  # a commit has ended it
+            if was_open:
+                connection.execute("ROLLBACK TO madpipe")
+                connection.execute("RELEASE madpipe")
+            elif connection.in_transaction:
+                connection.rollback()
+        if connection.total_changes == num_changes or (contents and _contents_of(connection) == contents):
+            return
+        if contents and not connection.execute("PRAGMA database_list").fetchone()[2]:  # it is in memory
+            connection.deserialize(contents)
+        else:
+            say(f"{connection.total_changes - num_changes} rows were changed")
+
+    return restore
+
+
+def _contents_of(connection: Any) -> bytes | None:
+    """All of a database; None of a large one, and in a version of Python that does not tell."""
+    [num_pages], [page_bytes] = (
+        connection.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "page_size")
+    )
+    if num_pages * page_bytes > MOST_BYTES or not hasattr(connection, "serialize"):
+        return None
+    return bytes(connection.serialize())

@@ -1,0 +1,118 @@
+"""Values that are put back after a measurement, and what is said of those that cannot be."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import sqlite3
+import threading
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from torch import nn
+
+from deepspeed_partition import kept_values
+from deepspeed_partition.profiling.attributes import attributes_kept
+
+
+def layer_with(**attributes: Any) -> nn.Module:
+    layer = nn.Linear(2, 2)
+    vars(layer).update(attributes)
+    return layer
+
+
+@pytest.fixture
+def said(monkeypatch) -> list[str]:
+    sentences: list[str] = []
+    monkeypatch.setattr(kept_values, "tell_once", lambda _, sentence: sentences.append(sentence))
+    return sentences
+
+
+def squares() -> Iterator[int]:
+    for number in itertools.count():
+        yield number**2
+
+
+def test_an_iterator_that_gave_nothing_stays_itself():
+    layer = layer_with(squares=(made := squares()), count=(count := itertools.count()))
+    with attributes_kept([layer]):
+        assert next(layer.count) == 0 and layer.squares is not made
+    assert layer.squares is made and layer.count is count and next(count) == 0
+
+
+def test_what_an_iterator_gave_is_given_again_and_forgotten():
+    """Everything that it gave in training would be kept for ever."""
+    layer = layer_with(squares=squares())
+    with attributes_kept([layer]):
+        assert list(itertools.islice(layer.squares, 3)) == [0, 1, 4]
+        with attributes_kept([layer]):
+            assert list(itertools.islice(layer.squares, 3)) == [9, 16, 25]
+        assert next(layer.squares) == 9
+    assert list(itertools.islice(layer.squares, 5)) == [0, 1, 4, 9, 16]
+    assert next(layer.squares) == 25 and not layer.squares._items
+    layer.squares.close()
+    assert next(layer.squares, None) is None
+
+
+def test_layers_with_one_iterator_have_one_afterwards():
+    shared = squares()
+    layers = [layer_with(squares=shared), layer_with(draw=partial(next, shared))]
+    with attributes_kept(layers):
+        assert next(layers[0].squares) == 0 and layers[1].draw() == 1
+    assert [next(layers[0].squares), layers[1].draw(), next(layers[0].squares)] == [0, 1, 4]
+    for layer in layers:  # measured one after the other
+        with attributes_kept([layer]):
+            next(layers[0].squares)
+    assert layers[1].draw() == 9
+
+
+def test_what_a_thread_has_taken_from_a_queue_is_said(said):
+    taken: list[int] = []
+    items: queue.Queue[int] = queue.Queue()
+    layer = layer_with(items=items)
+    thread = threading.Thread(target=lambda: [taken.append(items.get()) for _ in range(3)], daemon=True)
+    thread.start()
+    while not items.not_empty._waiters:  # type: ignore[attr-defined]
+        pass
+    for number in range(2):
+        with attributes_kept([layer]):
+            items.put(number) if number else None
+    items.put(2)
+    items.put(3)
+    thread.join(timeout=10)
+    assert taken == [1, 2, 3] and items.empty()
+    [line] = said
+    assert line.startswith("items (Queue): 1 items were put into it, which another thread takes while layers")
+
+
+@pytest.mark.parametrize("in_transaction", [False, True])
+def test_changes_of_a_database_are_rolled_back_unless_they_are_committed(said, tmp_path, in_transaction):
+    database = sqlite3.connect(tmp_path / "calls")
+    database.execute("create table calls (number int)")
+    if in_transaction:
+        database.execute("insert into calls values (0)")
+    layer = layer_with(database=database)
+    for commits in (False, True):
+        with attributes_kept([layer]):
+            database.execute("insert into calls values (1)")
+            if commits:
+                database.commit()
+        found = [number for (number,) in database.execute("select number from calls")]
+        assert found == [0] * in_transaction + [1] * commits and len(said) == commits
+    assert said[0].startswith("database (Connection): 1 rows were changed while layers")
+
+
+def test_a_database_in_which_the_program_begins_itself(said):
+    database = sqlite3.connect(":memory:", isolation_level=None)
+    database.execute("create table calls (number int)")
+    layer = layer_with(database=database)
+    with attributes_kept([layer]):
+        database.execute("begin immediate")
+        database.execute("insert into calls values (1)")
+        database.execute("commit")
+    assert not database.execute("select * from calls").fetchall() and not said
