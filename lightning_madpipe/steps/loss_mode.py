@@ -411,6 +411,8 @@ class LossOfBatches:
         if finding is None:  # there is one micro-batch
             return
         if self._fitting is not None:
+            if finding.unknown is Unknown.MEETS_AGAIN and is_last:
+                return
             self._tell(
                 f"the loss of a batch could not be tried again in step {self._num_steps} ({finding.why_unknown}): "
                 f"micro-batches are {in_words(self.weight)}, as since the last trial",

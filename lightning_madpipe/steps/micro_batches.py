@@ -49,6 +49,8 @@ class MicroBatch:
     """Whether the step has set ``trainer.should_stop``."""
     is_untried: bool = False
     """Whether its loss shows a sign of being another one than those that were tried."""
+    is_retried: bool = False
+    """Whether its batch was given up for what this micro-batch alone has shown, which is no sign any more."""
     loss: Tensor | None = None
     """What the step returned, unscaled; None where it returned no loss."""
     returned: Any = None

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepspeed_partition.engine.pipeline.batch_attempt import OUT_OF_MEMORY
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.random_state import random_state
 from lightning_madpipe.compat.elsewhere import ElsewhereError
@@ -539,9 +540,20 @@ class UserSteps:
             if not self.rehearsing:
                 if isinstance(error, ElsewhereError):
                     raise self._error(uses_weights(micro_batch.step, self.call.called, error)) from None
+                if self._may_be_of_a_part(micro_batch, error):
+                    micro_batch.is_retried = True
+                    self._give_up(micro_batch)
                 raise
             self.error_in_rehearsal = error
             return _nothing_of(outputs)
+
+    def _may_be_of_a_part(self, micro_batch: MicroBatch, error: Exception) -> bool:
+        """Whether the step may raise this for a micro-batch and not for its batch, which is then tried.
+
+        So it does where it takes the four hardest samples, and a micro-batch has fewer.
+        """
+        is_known = isinstance(error, (UntriedLossError, self._error, ElsewhereError, *OUT_OF_MEMORY))
+        return self._is_watched(micro_batch) and self.gives_up and not (is_known or micro_batch.is_retried)
 
     def _loss(self, outputs: Any, micro_batch: MicroBatch, is_behind: bool) -> Tensor:
         micro_batch.log_calls, micro_batch.calls = [], []

@@ -301,6 +301,15 @@ class Hinged(Layers):
         return F.cross_entropy(logits, y) + F.relu(logits.abs().mean() - 0.5)
 
 
+class HardestLater(Layers):
+    """Takes the hardest samples from a step on, more than a micro-batch has."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        each = F.cross_entropy(self(x), y, reduction="none")
+        return (each.topk(5).values if self.global_step >= 4 else each).mean()
+
+
 class SwitchedOn(Layers):
     """A flag that a hook sets begins a term whose operations were there before, with a tensor that was 0."""
 
@@ -771,6 +780,7 @@ def losses(host: Host) -> dict[str, Any]:
         "clamped": lambda: fitted(host, Clamped, with_outliers(64), max_epochs=1, batch_size=4),
         "flooded": lambda: fitted(host, Flooded, labelled(64), max_epochs=1, batch_size=4),
         "hinged": lambda: fitted(host, Hinged, labelled(64), max_epochs=1, batch_size=4),
+        "hardest later": lambda: fitted(host, HardestLater, labelled(96), max_epochs=1),
         "named late": lambda: fitted(host, NamedLate, labelled(54), max_epochs=1),
         "in place": lambda: fitted(host, InPlace, labelled(54), labelled(21, 3)),
         "in place contrastive": lambda: fitted(

@@ -70,6 +70,7 @@ FOUND: dict[str, tuple[bool, list[Any]]] = {
     "clamped": (True, ["samples"]),
     "flooded": (True, ["samples"]),
     "hinged": (True, ["samples"]),
+    "hardest later": (True, ["samples"]),
     "named late": (False, ["samples"]),
     "in place": (False, ["samples"]),
     "in place contrastive": (True, ["samples"]),
@@ -104,6 +105,8 @@ def test_a_loss_trains_as_in_one_process(two: Records, case: str) -> None:
     assert_same(actual, expected)
     said = [each for each in found["said"] if "the loss of training_step is no mean over samples" in each]
     assert len(said) == (FOUND[case] != (False, ["samples"]) and case != "asked for")
+    if case == "hardest later":  # it ended in "selected index k out of range"
+        assert "for a part of it, it raises" in said[0] and "from step 5 on:" in said[0]
     if found["flushed"] is not None and not case.startswith("accumulated"):
         assert found["flushed"] == found["once"], "the plan is made for that order"
 
