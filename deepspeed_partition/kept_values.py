@@ -33,6 +33,8 @@ from deepspeed_partition.capture.draws import Rewindable
 MOST_BYTES = 2**28
 """Bytes of the largest array, or file, whose contents are copied to be put back."""
 _ITEMS: tuple[Any, ...] = ([], (), range(0), range(2**64), "", "é", b"", bytearray(), array.array("b"))
+_DEPTH = 4
+"""Iterators within iterators up to which it is known where they are."""
 _COPIED = (itertools.count, type(reversed([])), *(type(iter(each)) for each in _ITEMS))
 """Iterators whose copies go their own way; those of others share what they take from."""
 _TABLES: tuple[Any, ...] = ({}, {}.values(), {}.items(), set())
@@ -123,10 +125,10 @@ def itself(value: Any) -> Any:
 
 def state_of(value: Any) -> Any:
     """What tells a value from what it is after a change, to be compared with ``==``; None where nothing does."""
-    if type(value) is itertools.count:
-        return repr(value)
-    if type(value) in _COPIED:
-        return value.__reduce__()[2:]
+    if type(value) is Given:
+        return value.state
+    if type(value) in (*_COPIED, *_GIVEN_AGAIN) or type(value).__module__ == "itertools":
+        return _place_of(value, _DEPTH)
     if isinstance(value, queue.Queue):
         return list(map(id, value.queue))
     if isinstance(value, queue.SimpleQueue):
@@ -141,10 +143,10 @@ def state_of(value: Any) -> Any:
 class Given(Rewindable):
     """An iterator that can give again what was taken from another one, which is asked for everything else."""
 
-    __slots__ = ("__weakref__", "_items", "_num_held")
+    __slots__ = ("__weakref__", "_items", "_num_held", "_states")
 
     def __init__(self, iterator: Iterator[Any]) -> None:
-        self.madpipe_iterator, self._items = iterator, list[Any]()
+        self.madpipe_iterator, self._items, self._states = iterator, list[Any](), list[Any]()
         self.madpipe_place = self._num_held = 0
 
     @property
@@ -152,12 +154,20 @@ class Given(Rewindable):
         """What it stands for."""
         return self.madpipe_iterator
 
+    @property
+    def state(self) -> Any:
+        """What tells where it is: where the other one was before it gave the next item."""
+        is_given_again = self.madpipe_place < len(self._states)
+        return self._states[self.madpipe_place] if is_given_again else state_of(self.madpipe_iterator)
+
     def __next__(self) -> Any:
         if self.madpipe_place < len(self._items):
             item = self._items[self.madpipe_place]
         else:
+            state = state_of(self.madpipe_iterator) if self._num_held else None
             item = next(self.madpipe_iterator)
             self._items.append(item)
+            self._states.append(state)
         self.madpipe_place += 1
         self._forget()
         return item
@@ -185,7 +195,7 @@ class Given(Rewindable):
 
     def _forget(self) -> None:
         if not self._num_held:
-            del self._items[: self.madpipe_place]
+            del self._items[: self.madpipe_place], self._states[: self.madpipe_place]
             self.madpipe_place = 0
 
 
@@ -200,6 +210,25 @@ def _iterator_kept(value: Any) -> Kept | None:
     if kind in (*_COPIED, *_GIVEN_AGAIN) or (kind.__module__ == "itertools" and isinstance(value, Iterator)):
         given = _GIVEN.setdefault(id(value), Given(value))  # it keeps the iterator, and its identity
         return Kept(given, given.held())
+    return None
+
+
+def _place_of(value: Any, depth: int) -> Any:
+    """What tells where an iterator is, as far as it tells that itself; the same in every process."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, GeneratorType):
+        frame = value.gi_frame
+        names = {} if frame is None or not depth else dict(frame.f_locals)
+        return frame and frame.f_lasti, [_place_of(each, depth - 1) for each in names.values()]
+    if isinstance(value, itertools.count):
+        return repr(value)
+    if isinstance(value, tuple):
+        return [_place_of(each, depth) for each in value]
+    if not depth or not (type(value) in (*_COPIED, *_GIVEN_AGAIN) or type(value).__module__ == "itertools"):
+        return len(value) if isinstance(value, list | dict | set) else None
+    with suppress(TypeError):  # Python 3.14 does not tell of those of itertools
+        return [_place_of(each, depth - 1) for each in value.__reduce__()[1:]]
     return None
 
 

@@ -184,8 +184,8 @@ def _mark(value: Any, depth: int) -> Any:
         return id(value), {key: _mark(member, depth) for key, member in value.items()}
     if isinstance(value, list | tuple | dict | set | deque):
         return id(value), len(value)
-    value = itself(value)
     state = state_of(value)
+    value = itself(value)
     if state is not None:
         return id(value), state
     table = members_of(value) if depth else None

@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.pipe import LayerSpec
 from torch import nn
 
+from deepspeed_partition.engine.runtime.collectives import gather_objects
 from tests.engine.pipelines import loss_fn, mlp, train_alone, two_groups
 from tests.engine.running import batches, cut, planned, same, start, train
 from tests.engine.strangers_cases import said_here
@@ -222,7 +224,54 @@ def what_cannot_be_undone_is_said_once(folder: Path) -> None:
     assert len(lines) == engine.is_last_stage() and all("DATABASE (Connection): " in line for line in lines), lines
 
 
+class Counting(nn.Module):
+    """Its output goes by counts that can be sent with it, and, if asked, by one that cannot."""
+
+    def __init__(self, *, keeps_generator: bool = False) -> None:
+        super().__init__()
+        self.numbers, self.array, self.bytes = itertools.count(2, 3), array.array("i"), bytearray()
+        self.items: queue.Queue[int] = _first_in(queue.Queue(), 1)
+        self.squares = (number**2 for number in range(10**6)) if keeps_generator else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        numbers = next(self.numbers) + _lengthened(self.array) + _lengthened(self.bytes)
+        numbers += _taken_and_put_again(self.items) + (next(self.squares) if self.squares else 0)
+        return x * (1 + 0.01 * numbers)
+
+
+class BuiltCounting(Counting):
+    """The same: a line is said once of each class."""
+
+
+def counts_go_with_layers_that_move(_: Path) -> None:
+    """They began anew on the new rank, in silence; a generator does, and that is said."""
+    data = batches(4)
+    for is_built, keeps_generator in itertools.product((False, True), (False, True)):
+
+        def layers() -> list[Any]:
+            found = mlp()
+            spec = LayerSpec(BuiltCounting if is_built else Counting, keeps_generator=keeps_generator)  # noqa: B023
+            found[3], found[6] = (spec.build(), spec.build()) if is_built else (spec, spec)  # noqa: B023
+            return found
+
+        expected = train_alone(layers(), data, two_groups)
+        with said_here() as said:
+            engine, _, _ = start(layers(), [0, 3, 8], optimizer=two_groups)
+            losses = train(engine, data[:1])
+            for place, more in (([0, 4, 8], data[1:2]), ([0, 7, 8], data[2:3]), ([0, 2, 8], data[3:])):
+                engine.recut(place)
+                losses += train(engine, more)
+        lines = [
+            line for of_rank in gather_objects(said) for line in of_rank if "was changed by its layer" in line
+        ]
+        if keeps_generator:
+            assert len(lines) == 1 and "Counting.squares (generator) was changed by its layer" in lines[0], lines
+        else:
+            same(losses, expected)
+            assert not lines, lines
+
+
 CASES = [
     what_layers_keep_is_as_before, what_a_loss_keeps_is_as_before, what_is_written_while_layers_are_measured,
-    what_cannot_be_undone_is_said_once,
+    what_cannot_be_undone_is_said_once, counts_go_with_layers_that_move,
 ]  # fmt: skip

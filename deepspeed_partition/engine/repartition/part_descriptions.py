@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import enum
+import itertools
 import pickle
+import queue
 import random
 import zlib
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -26,7 +30,7 @@ from deepspeed_partition.engine.pipeline.parts import (
 )
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.generators import generator_state, generators_of, set_generator_state
-from deepspeed_partition.kept_values import itself
+from deepspeed_partition.kept_values import itself, state_of
 from deepspeed_partition.profiling.attributes import attributes_of, mark
 from deepspeed_partition.profiling.sources import users_names
 
@@ -100,6 +104,33 @@ class GeneratorState:
         return generator
 
 
+@dataclass(frozen=True, slots=True)
+class IteratorState:
+    """A count, as another process can have it."""
+
+    numbers: tuple[Any, ...]
+    """Its next number and its step."""
+
+    @classmethod
+    def of(cls, count: Any) -> IteratorState | None:
+        """The state of a count of numbers; None of a count of anything else."""
+        try:
+            return cls(ast.literal_eval(f"({repr(count)[len('count(') : -1]},)"))
+        except (SyntaxError, ValueError):
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class QueueState:
+    """The items of a queue, as another process can have them."""
+
+    kind: str
+    items: list[Any]
+
+
+_QUEUES = (queue.Queue, queue.LifoQueue, queue.PriorityQueue)
+
+
 def _generator_of(kind: Callable[[], Any]) -> Any:
     return numpy.random.Generator(kind())
 
@@ -132,8 +163,9 @@ def _kind_of(generator: Any) -> str | None:
 
 def _module_attributes(module: nn.Module) -> dict[str, Any]:
     """What the class or a program has set on a module, as it can be sent; else the class of what cannot."""
-    own = {name: itself(value) for name, value in attributes_of(module).items()}
-    found = {name: _sendable(value) for name, value in own.items() if not _is_known(value)}
+    found = {
+        name: _sendable(value) for name, value in attributes_of(module).items() if not _is_known(itself(value))
+    }
     for name, generator in generators_of(module).items():  # also within what cannot be sent itself
         kind = _kind_of(generator)
         if kind is not None:
@@ -154,7 +186,14 @@ def _sendable(value: Any) -> Any:
     kind = _kind_of(value)
     if kind is not None:
         return GeneratorState(kind, generator_state(value))
-    return _with_data(value, _off_the_device) if _is_data(value) else Unsendable(type(value).__name__)
+    if type(value) is itertools.count and (count := IteratorState.of(value)) is not None:
+        return count
+    if type(value) in _QUEUES and _is_data(items := list(value.queue)):
+        return QueueState(type(value).__name__, _with_data(items, _off_the_device))
+    if _is_data(value):
+        return _with_data(value, _off_the_device)
+    kind = type(itself(value)).__name__
+    return Unsendable(kind, None if type(value) in _QUEUES else state_of(value))
 
 
 def _is_data(value: Any) -> bool:
@@ -168,7 +207,7 @@ def _is_data(value: Any) -> bool:
         return type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
     if type(value) is numpy.ndarray:
         return not value.dtype.hasobject
-    return isinstance(value, numpy.generic | torch.device) or _is_plain(value)
+    return isinstance(value, numpy.generic | torch.device | bytearray | array) or _is_plain(value)
 
 
 _FACTORIES = (None, bool, dict, float, int, list, set, str)
@@ -179,6 +218,8 @@ def _off_the_device(value: Any) -> Any:
     """What another process can have of a value."""
     if isinstance(value, torch.device):
         return torch.device(value.type)
+    if isinstance(value, bytearray | array):
+        return value[:]
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
@@ -213,8 +254,15 @@ def only_what_changed(part: Part, there: PartInfo, built: nn.Module | None = Non
         return there if part.name == LOSS else replace(there, attributes=_changed_since(existing, there))
     built = spec.build() if built is None else built
     own = {name: _module_attributes(module) for name, module in built.named_modules()}
+    modules = dict(built.named_modules())
     changed = {
-        path: {name: value for name, value in found.items() if not _is_alike(own.get(path, {}), name, value)}
+        path: {
+            name: _staying(modules[path], name, value)
+            if isinstance(value, Unsendable) and name in own.get(path, {})
+            else value
+            for name, value in found.items()
+            if not _is_alike(own.get(path, {}), name, value)
+        }
         for path, found in there.attributes.items()
     }
     return replace(there, attributes=changed)
@@ -337,8 +385,24 @@ def take_attributes(built: nn.Module, there: PartInfo) -> None:
                     here[name] = given
             elif isinstance(value, Gone):
                 here.pop(name, None)
+            elif isinstance(value, IteratorState):
+                here[name] = itertools.count(*value.numbers)
+            elif isinstance(value, QueueState):
+                _fill(here, name, value)
             elif not isinstance(value, Unsendable | Staying):
                 _take(here, name, _with_data(value, _onto_the_device))
+
+
+def _fill(here: dict[str, Any], name: str, value: QueueState) -> None:
+    """Give a queue the items that it has on another rank."""
+    items: Any = here.get(name)
+    if type(items).__name__ != value.kind:
+        items = here[name] = getattr(queue, value.kind)()
+    with items.mutex:
+        items.queue.clear()
+        items.queue.extend(_with_data(value.items, _onto_the_device))
+        items.unfinished_tasks = len(value.items)
+        items.not_empty.notify_all()
 
 
 def _take(here: dict[str, Any], name: str, value: Any) -> None:
@@ -379,6 +443,8 @@ class Unsendable:
     """An attribute that another process cannot have, such as a function."""
 
     type_name: str
+    state: Any = None
+    """What tells it from what it is after a change, where that is the same in every process."""
 
 
 @dataclass(frozen=True, slots=True)
