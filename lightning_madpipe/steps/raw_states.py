@@ -7,6 +7,7 @@ import multiprocessing
 import queue
 import sys
 from array import array
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +27,16 @@ def has_raw_state(value: Any) -> bool:
     """Whether a value is one of these, and its state can be put back."""
     if isinstance(value, memoryview):
         return not value.readonly and value.contiguous
-    return isinstance(value, RAW) or type(value) in _QUEUES or _shared(value) is not None
+    return isinstance(value, RAW) or type(value) in (queue.SimpleQueue, *_QUEUES) or _shared(value) is not None
 
 
 def raw_state(value: Any) -> Any:
     """What a value holds now: bytes, an array, or the items of a queue with the number of unfinished tasks."""
+    if type(value) is queue.SimpleQueue:
+        items = _taken_out(value)
+        for item in items:
+            value.put(item)
+        return items
     if type(value) in _QUEUES:
         with value.mutex:
             return [*value.queue, value.unfinished_tasks]
@@ -52,6 +58,11 @@ def is_raw_state(value: Any, state: Any) -> bool:
 
 def put_raw_state(value: Any, state: Any) -> bool:
     """Let a value hold what it held then, or what that of another rank holds; return whether it can."""
+    if type(value) is queue.SimpleQueue:
+        _taken_out(value)
+        for item in state:
+            value.put(item)
+        return True
     if type(value) in _QUEUES:
         *items, unfinished = state
         with value.mutex:
@@ -77,13 +88,21 @@ def put_raw_state(value: Any, state: Any) -> bool:
 
 def raw_size(value: Any) -> int:
     """The bytes of a value's state; of a queue the number of items."""
-    if type(value) in _QUEUES:
-        return len(value.queue)
+    if type(value) in (queue.SimpleQueue, *_QUEUES):
+        return int(value.qsize())
     shared = _shared(value)
     data = value if shared is None else shared
     if isinstance(data, _DATA_OF_C):
         return ctypes.sizeof(data)
     return int(data.nbytes) if isinstance(data, memoryview) else len(data) * getattr(data, "itemsize", 1)
+
+
+def _taken_out(items: queue.SimpleQueue[Any]) -> list[Any]:
+    found = []
+    with suppress(queue.Empty):
+        while True:
+            found.append(items.get_nowait())
+    return found
 
 
 def _is_equal_number(now: Any, then: Any) -> bool:

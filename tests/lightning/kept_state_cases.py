@@ -70,6 +70,7 @@ KINDS: dict[str, Callable[[Path], Counting]] = {
     "shared array": lambda _: (multiprocessing.Array("i", 4), raised),
     "queue": lambda _: (queue.Queue(), put),
     "queue by rank": lambda _: (queue.PriorityQueue(), put),
+    "simple queue": lambda _: (queue.SimpleQueue(), put),
     "lines": lambda folder: (numbers(folder).open(), lambda file: float(file.readline())),
     "bytes of a file": lambda folder: (numbers(folder).open("rb"), lambda file: file.read(1)[0] % 7),
 }
