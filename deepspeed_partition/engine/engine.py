@@ -23,7 +23,7 @@ from deepspeed_partition.engine.checkpoint.checkpoint_engine import Found, Resum
 from deepspeed_partition.engine.pipeline.batch_programs import program_of
 from deepspeed_partition.engine.pipeline.before_step import BeforeStep, Buffers
 from deepspeed_partition.engine.pipeline.carried_types import why_types_are_not_carried
-from deepspeed_partition.engine.pipeline.drawn_data import own_copy
+from deepspeed_partition.engine.pipeline.drawn_data import copy_of_micro_batch
 from deepspeed_partition.engine.pipeline.endless_conditions import (
     UNCOMPARED,
     announce_endless,
@@ -784,7 +784,7 @@ class MadPipeEngine(ResumingEngine):
         if self.data_iterator is not None:
             self.batch_data.catch_up()
             micro_batch = next(self.data_iterator)
-            measured = own_copy(micro_batch)  # a loss function may write into its labels
+            measured = copy_of_micro_batch(micro_batch)  # a loss function may write into its labels
             self.data_iterator = self.batch_data.give_again([measured, micro_batch], self.data_iterator)
         self._reserve_pipe_buffers(1)
         self._exec_load_micro_batch(0)

@@ -70,7 +70,7 @@ def named_tensors_of(batch: Any, name: str = "batch") -> Iterator[tuple[str, Ten
             yield from named_tensors_of(child, f"{name}[{key!r}]")
 
 
-def own_copy(batch: Any) -> Any:
+def copy_of_batch(batch: Any) -> Any:
     """A batch of the same type with a copy of each tensor and array, for a loader may fill these again."""
     copies = Copies()
 

@@ -21,9 +21,9 @@ from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.unsupported import needs_two_samples
 from lightning_madpipe.steps.batch_runs import BatchRun, Piece, SamplesSelectedError
 from lightning_madpipe.steps.batches import (
+    copy_of_batch,
     normal_tensors,
     not_by_samples,
-    own_copy,
     refuse_lists_of_samples,
     shapes_of,
     size_of,
@@ -156,7 +156,7 @@ class BatchRunner:
         engine, trainer = self._engine, self._trainer
         drawn, comes_later = batch, trainer.fit_loop._should_accumulate() or engine.weight_versions != FLUSH
         if comes_later:
-            batch = own_copy(drawn)
+            batch = copy_of_batch(drawn)
         self._window.append(self._run_of("training_step", batch, arguments))
         if comes_later:
             self._num_kept += 1

@@ -35,9 +35,9 @@ from lightning_madpipe.settings import checked_settings
 from lightning_madpipe.steps.batches import (
     UncutBatchError,
     batch_size_of,
+    copy_of_batch,
     fingerprint_of,
     named_tensors_of,
-    own_copy,
     shapes_of,
     size_of,
     split_batch,
@@ -673,7 +673,7 @@ def test_tensors_of_an_object_are_compared_between_ranks_and_copied_for_a_step()
     assert shapes_of({"graph": graph}) == ((5, 3), (2, 7))
     before = fingerprint_of(graph)
     assert len(before) == 2 == len(list(named_tensors_of(graph)))
-    copied = own_copy({"graph": graph})["graph"]
+    copied = copy_of_batch({"graph": graph})["graph"]
     copied.store.mapping["x"] += 1
     assert fingerprint_of(graph) == before != fingerprint_of(copied)
 

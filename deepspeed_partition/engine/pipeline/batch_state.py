@@ -9,7 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed_partition.engine.pipeline.drawn_data import Originals, gives_own_memory, own_copy, tensors_in
+from deepspeed_partition.engine.pipeline.drawn_data import (
+    Originals,
+    copy_of_micro_batch,
+    gives_own_memory,
+    tensors_in,
+)
 from deepspeed_partition.engine.pipeline.second_forward import SecondForward
 from deepspeed_partition.engine.runtime.autograd_boundary import (
     Arrived,
@@ -65,7 +70,7 @@ class Remembering(Iterator[Any]):
 
     def __next__(self) -> Any:
         item = next(self.iterator)
-        self.taken.append(item if gives_own_memory(source_of(self.iterator)) else own_copy(item))
+        self.taken.append(item if gives_own_memory(source_of(self.iterator)) else copy_of_micro_batch(item))
         return item
 
 
@@ -155,7 +160,7 @@ class BatchData:
     def _kept_of(self, number: int, drawn: Any) -> Any:
         if gives_own_memory(source_of(self._iterator())):
             return drawn
-        copies = own_copy(drawn)
+        copies = copy_of_micro_batch(drawn)
         if isinstance(drawn, tuple | list) and len(drawn) > 1:
             self._originals.note(number, tensors_in(drawn[1]), tensors_in(copies[1]))
         return copies

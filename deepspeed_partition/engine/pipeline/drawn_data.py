@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 
-def own_copy(value: Any) -> Any:
+def copy_of_micro_batch(value: Any) -> Any:
     """Return a micro-batch with a copy of each tensor and array in its tuples, lists and dicts.
 
     Anything else in it is not copied, and neither is a tensor that needs a gradient, which no iterator can fill
