@@ -96,7 +96,7 @@ def kept_by_another(value: Any, say: Say) -> Kept | None:
         place = value.madpipe_place
         return Kept(value, lambda: _back_to(value, place))
     if isinstance(value, io.IOBase):
-        back = _writing_dropped(value)
+        back = drop_writing(value)
     elif isinstance(value, queue.Queue):
         back = _puts_counted(value, say)
     elif _is_of_several_processes(value):
@@ -439,7 +439,7 @@ def _is_shown(file: Any) -> bool:
     return any(file is each for each in (sys.stdin, sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__))
 
 
-def _writing_dropped(file: Any) -> Callable[[], object] | None:
+def drop_writing(file: Any) -> Callable[[], object] | None:
     """Let go nowhere what this thread writes to a file; return what ends that."""
     if file.closed or not file.writable() or _is_shown(file) or type(file) in (io.StringIO, io.BytesIO):
         return None

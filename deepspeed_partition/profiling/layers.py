@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from tqdm import tqdm
 
+from deepspeed_partition.dropped_writing import writing_dropped
 from deepspeed_partition.planner.problem import Chain, LayerProfile
 from deepspeed_partition.profiling.attributes import state_kept
 from deepspeed_partition.profiling.boundaries import (
@@ -96,7 +97,7 @@ def profile_chain(
     sources = layer_sources(layers)
     inputs, labels = _split(sample, loss_fn)
     rank, num_ranks = _place_in(group)
-    with training_conditions(conditions.device), state_kept(*_called(sources, loss_fn)):
+    with training_conditions(conditions.device), state_kept(*_called(sources, loss_fn)), writing_dropped():
         boundary = with_grad(to_device(inputs, conditions.device), False)
         finish = _finish(loss_fn, labels, conditions)
         start, stop = share_of(len(sources), rank, num_ranks)
@@ -223,7 +224,7 @@ def measure_stage(
     )
     sources = layer_sources(layers, names=names, first_index=first_index)
     inputs, _ = _split(inputs, None)
-    with training_conditions(conditions.device), state_kept(*_called(sources, loss_fn)):
+    with training_conditions(conditions.device), state_kept(*_called(sources, loss_fn)), writing_dropped():
         boundary = with_grad(to_device(inputs, conditions.device), not first_stage)
         finish = _finish(loss_fn, labels, conditions)
         return measure_layers(sources, boundary, conditions, finish, on_layer=on_layer)
@@ -248,7 +249,7 @@ def forward_stage(
     conditions = Conditions.on(device, autocast_dtype=autocast_dtype)
     sources = layer_sources(layers, first_index=first_index)
     inputs, _ = _split(inputs, None)
-    with training_conditions(conditions.device), state_kept(*_called(sources, None)):
+    with training_conditions(conditions.device), state_kept(*_called(sources, None)), writing_dropped():
         boundary = with_grad(to_device(inputs, conditions.device), not first_stage)
         return run_layers(sources, boundary, conditions)
 

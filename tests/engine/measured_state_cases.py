@@ -6,7 +6,9 @@ import array
 import ctypes
 import io
 import itertools
+import logging
 import multiprocessing
+import os
 import queue
 import sqlite3
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
@@ -204,6 +207,64 @@ def what_is_written_while_layers_are_measured(folder: Path) -> None:
             assert of_layer.read_bytes() == 8 * b"x"
 
 
+FOLDER = Path()
+LOG = logging.getLogger("a program")
+PIPE: Any = None
+
+
+def opening(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A loss function that opens files, and counts in one of them."""
+    loss = loss_fn(outputs, labels)
+    with (FOLDER / "appended").open("a") as file:
+        file.write(f"{float(loss):.4f}\n")
+    count = FOLDER / "count"
+    number = int(count.read_text()) + 1
+    count.write_text(str(number))
+    (FOLDER / f"new {number}").write_text("x")
+    numpy.save(FOLDER / "array.npy", numpy.array([number]))
+    torch.save(number, FOLDER / f"saved {number}")
+    LOG.warning("called")
+    os.write(DESCRIPTOR, b"x")
+    PIPE.send(number)
+    return loss * (1 + 0.01 * number)
+
+
+DESCRIPTOR = -1
+
+
+def what_is_written_to_files_that_a_loss_opens(folder: Path) -> None:
+    """Files had a line for each run of measuring, and what the loss read of one was 10 further."""
+    global FOLDER, PIPE, DESCRIPTOR
+    data = batches(2)
+    receiver, PIPE = multiprocessing.Pipe(duplex=False)
+
+    def prepare(name: str) -> None:
+        global FOLDER, DESCRIPTOR
+        FOLDER = folder / name
+        FOLDER.mkdir()
+        (FOLDER / "count").write_text("0")
+        LOG.handlers, LOG.propagate = [logging.FileHandler(FOLDER / "log")], False
+        DESCRIPTOR = os.open(FOLDER / "descriptor", os.O_WRONLY | os.O_CREAT)
+
+    prepare(f"alone {dist.get_rank()}")
+    expected, alone = train_alone(mlp(), data, two_groups, loss_fn=opening), FOLDER
+    prepare(f"pipeline {dist.get_rank()}")
+    with said_here() as said:
+        engine, _, _ = start(mlp(), "madpipe", planned(cut()), optimizer=two_groups, loss_fn=opening)
+        same(train(engine, data), expected)
+    if engine.is_last_stage():
+        files, others = ({path.name: path.read_bytes() for path in each.iterdir()} for each in (FOLDER, alone))
+        assert files.keys() == others.keys(), files.keys()
+        for name, contents in files.items():
+            assert len(contents.splitlines()) == len(others[name].splitlines()), name
+        assert files["count"] == b"8" and files["descriptor"] == others["descriptor"]
+    lines = [line for line in said if "cannot be undone" in line]
+    assert len(lines) == engine.is_last_stage() and all(
+        "Connection.send() was called" in each for each in lines
+    ), lines
+    receiver.close()
+
+
 DATABASE: Any = None
 
 
@@ -273,5 +334,6 @@ def counts_go_with_layers_that_move(_: Path) -> None:
 
 CASES = [
     what_layers_keep_is_as_before, what_a_loss_keeps_is_as_before, what_is_written_while_layers_are_measured,
-    what_cannot_be_undone_is_said_once, counts_go_with_layers_that_move,
+    what_is_written_to_files_that_a_loss_opens, what_cannot_be_undone_is_said_once,
+    counts_go_with_layers_that_move,
 ]  # fmt: skip
