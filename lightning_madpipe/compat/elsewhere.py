@@ -54,6 +54,10 @@ class ElsewhereError(RuntimeError):
     """A tensor of a layer is read, and another rank trains it."""
 
 
+class GradientElsewhereError(ElsewhereError):
+    """The gradient of such a tensor is read."""
+
+
 class StandIn(Tensor):
     """What can be read where another rank has the values: that there is a tensor, and its form.
 
@@ -103,9 +107,11 @@ class StandIn(Tensor):
         if function in _OF_THE_FORM:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*(_form(value) for value in arguments), **(keywords or {}))
-        raise ElsewhereError(next(value._refusal for value in _flat(arguments, keywords)))
+        kind = GradientElsewhereError if function == _GRADIENT else ElsewhereError
+        raise kind(next(value._refusal for value in _flat(arguments, keywords)))
 
 
+_GRADIENT = getattr(Tensor.grad, "__get__")  # noqa: B009
 _DEVICE = getattr(Tensor.device, "__get__")  # noqa: B009  of a property, which mypy takes for its value
 _IS_META = getattr(Tensor.is_meta, "__get__")  # noqa: B009
 _ITSELF = frozenset((getattr(Tensor.data, "__get__"), Tensor.detach))  # noqa: B009

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_madpipe.compat.elsewhere import GradientElsewhereError
 from lightning_madpipe.finding.step_call import line_of_users
 from lightning_madpipe.steps.metrics import metrics_of
 
@@ -14,6 +15,13 @@ from lightning_madpipe.steps.metrics import metrics_of
 def uses_weights(step: str, called: str, error: Exception) -> str:
     """Why a step cannot run that asks for weights of another rank, as ``error`` names them."""
     name = str(error).partition(" is asked for ")[0]
+    if isinstance(error, GradientElsewhereError):
+        return (
+            f"{step} reads the gradient of {name} ({line_of_users(error)}), and in a pipeline a step has the "
+            "weights of one stage only: read gradients in on_before_optimizer_step, in which each rank has those of "
+            "its layers, and self.log() works; for a norm over all of them add the squares by "
+            "torch.distributed.all_reduce"
+        )
     return (
         f"{step} uses {name} other than by its call of {called}, and in a pipeline a step has the weights of one "
         "stage only: for a penalty use the optimizer's weight_decay, to change weights a hook, such as "

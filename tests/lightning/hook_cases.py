@@ -930,6 +930,17 @@ class NormInStep(Module):
         return loss
 
 
+class GradientsInStep(Module):
+    """Logs the gradients of the batch before."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for name, weight in self.named_parameters():
+            if weight.grad is not None:
+                self.log(f"norm/{name}", weight.grad.norm())
+        return loss
+
+
 class NormInEvaluation(Module):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
@@ -1222,6 +1233,7 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
         ZeroingGradients, Averaged, AveragedInBuffers, RunsBlocks, ListsOfOne, OnRankZero,
         ClippedInClosure, StepsByPlace, StepsWithNoise, StepsWithClosure, RateInStep, RateBeforeForward,
         OptimizerReplaced, ClippingReplaced, SavingItself, CopyingItself, OwnOptimizer, Counted, NormInStep,
+        GradientsInStep,
         NormBeforeForward, StateInStep, StoppingAlone, StoppingTogether, EpochEndedAlone,
         OptimizerCounted, StatesCounted, CountedInStep, OptimizerRead,
         PlacesOfOptimizer, CountedPlacesOfOptimizer,

@@ -348,6 +348,9 @@ def test_parameters_of_an_optimizer_that_are_read_one_by_one_are_not_told(two: R
         ("HeadClamped", "training_step changes head.weight in place, and in a pipeline it has the"),
         ("HeadClamped measured", "training_step changes head.weight in place, and in a pipeline it has the"),
         ("NormInStep", "training_step uses embed.weight other than by its call of self.forward()"),
+        # It was said to use the weight other than by its call, without a word of the gradient.
+        ("GradientsInStep", "training_step reads the gradient of embed.weight (hook_cases.py:"),
+        ("GradientsInStep", "read gradients in on_before_optimizer_step"),
         ("NormInEvaluation", "validation_step uses embed.weight other than by its call of self.forward()"),
         ("NormBeforeForward", "training_step uses embed.weight other than by its call of self.forward()"),
         ("StateInStep", "training_step uses embed.weight other than by its call of self.forward()"),
