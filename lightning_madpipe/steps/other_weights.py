@@ -18,8 +18,8 @@ def uses_weights(step: str, called: str, error: Exception) -> str:
     if isinstance(error, GradientElsewhereError):
         return (
             f"{step} reads the gradient of {name} ({line_of_users(error)}), and in a pipeline a step has the "
-            "weights of one stage only: read gradients in on_before_optimizer_step, in which each rank has those of "
-            "its layers, and self.log() works; for a norm over all of them add the squares by "
+            "weights of one stage only: read gradients in on_before_optimizer_step, in which each rank has those "
+            "of its layers, and self.log() works; for a norm over all of them add the squares by "
             "torch.distributed.all_reduce"
         )
     return (
