@@ -53,9 +53,10 @@ RANDOM = (
     "a generator for each parameter, `torch.Generator().manual_seed(zlib.crc32(name.encode()) + step)`"
 )
 WHOLE_STATE = (
-    "{place} asks for state_dict(), which has the layers of this rank only: a file that rank 0 writes of it has "
-    "its layers alone. trainer.strategy.lightning_module_state_dict(), called on every rank, gives the whole to "
-    "rank 0, and trainer.save_checkpoint(path, weights_only=True) writes it"
+    "{place} asks for state_dict(), which has the layers of this rank only. What is computed of each layer, such "
+    "as an average, each rank has for its own, and a file that rank 0 writes of it has its layers alone: "
+    "trainer.strategy.lightning_module_state_dict(), called on every rank, gives the whole to rank 0, and "
+    "trainer.save_checkpoint(path, weights_only=True) writes it"
 )
 CLEARED = (
     "{place} looks at gradients ({names}, ...), which the pipeline's engine has cleared with the optimizer's "

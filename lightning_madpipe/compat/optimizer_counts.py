@@ -16,9 +16,15 @@ from typing import Any
 
 import torch
 
+from lightning_madpipe.compat.absent_parameters import Absent
 from lightning_madpipe.compat.by_place import goes_by_place
 from lightning_madpipe.compat.hook_sentences import COUNTED_PARAMETERS, COUNTED_STATES, PLACES
 from lightning_madpipe.compat.running_code import OTHERS
+
+STATE_ELSEWHERE = (
+    "the optimizer's {name!r} of a parameter is asked for on a rank that did not run its layer: a hook that every "
+    "rank runs may change it in place, on the rank that has it, and may not read it"
+)
 
 Tell = Callable[[str, int], None]
 """Is called with a kind of sentence and the number that a rank gives."""
@@ -125,5 +131,21 @@ class _States(_Tells, defaultdict[Any, Any]):
 
     sentence = COUNTED_STATES
 
+    def __missing__(self, weight: Any) -> Any:
+        return _StateElsewhere(weight) if isinstance(weight, Absent) else super().__missing__(weight)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return defaultdict, (self.default_factory, dict(self))
+
+
+class _StateElsewhere(dict[str, Any]):
+    """The state of a parameter that another rank has: a hook that every rank runs may change it in place."""
+
+    def __init__(self, weight: Absent) -> None:
+        super().__init__()
+        self._weight = weight
+
+    def __missing__(self, name: str) -> Absent:
+        form = self._weight._form
+        shape = () if name == "step" else form.shape
+        return Absent.like(form.new_empty(shape), self._weight._place, STATE_ELSEWHERE.format(name=name))

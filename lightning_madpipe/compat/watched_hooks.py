@@ -257,7 +257,8 @@ class HookWatch:
         sentence = kind.format(place=place, names=", ".join(shown[:3]))
         if kind == AFTER_THE_CLOSURE:
             raise self._refusal(sentence)
-        self._tell_once(f"{place}: {(SEVERAL if kind == NUMBERS_OF_SEVERAL else kind)[:30]}", sentence)
+        known_by = owner if kind == WHOLE_STATE else place  # one line for all hooks of an average
+        self._tell_once(f"{known_by}: {(SEVERAL if kind == NUMBERS_OF_SEVERAL else kind)[:30]}", sentence)
 
     def _refuse_write(self, place: str, written: frozenset[str], by: frozenset[str]) -> None:
         """Refuse what would make a teacher, or another copy of the model, of a part of the model on each rank.

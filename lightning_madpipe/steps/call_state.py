@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from deepspeed_partition.code_names import forward_of
+from deepspeed_partition.engine.pipeline.batch_attempt import BatchGivenUpError
 from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.generators import GENERATORS
 from lightning_madpipe.compat.unsupported import HOOKS
@@ -42,7 +43,7 @@ _MISSING = object()
 _WORDS = re.compile(r"\w+")
 
 
-class OtherStateError(Exception):
+class OtherStateError(BatchGivenUpError):
     """A step calls its layers in another state than it began with, and the ranks of a pipeline do not know it."""
 
 

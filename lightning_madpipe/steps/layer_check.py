@@ -36,10 +36,12 @@ from deepspeed_partition.profiling.failed_backward import forget_failed_backward
 from deepspeed_partition.profiling.isolation import stand_ins
 from lightning_madpipe.finding.batch_states import state_of_other_size
 from lightning_madpipe.module import PipelineCall, TiedModule
+from lightning_madpipe.steps.batches import tensors_of
 from lightning_madpipe.steps.extreme_numbers import ExtremeNumbers
 from lightning_madpipe.steps.forward_reads import Read, noted_reads
 from lightning_madpipe.steps.hooks_that_collect import collected_by_hooks
 from lightning_madpipe.steps.list_in_words import ListInWords, advice_for, module_of, some, times
+from lightning_madpipe.steps.metrics import metrics_of
 from lightning_madpipe.steps.module_state import (
     buffer_values,
     buffers_restored,
@@ -61,6 +63,13 @@ from lightning_madpipe.steps.tensor_comparison import (
 )
 from lightning_madpipe.steps.watched_forward import LayerCall, Passed, WatchedForward, autograd_state
 from lightning_madpipe.steps.what_layers_set import Left
+
+CARRIED = (
+    "forward() of {name} sets {places} and reads it in its next call, as recurrent networks carry a state from "
+    "batch to batch. A pipeline runs the layers alone, on what it was at first, and so trains other weights than "
+    "one process where the outputs depend on it: take a new state in each batch, or name the layers in "
+    "pipeline_layers(), so that one layer carries it, with num_micro_batches=1"
+)
 
 ALWAYS_THE_SAME = frozenset((
     "clone", "contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda", "detach",
@@ -327,7 +336,20 @@ class LayerCheck:
             changed = self._changed_by_forward(before)
             self._left.update(dict.fromkeys(self._left_by(changed, within)))
             self._note_reads(list(watched.read_values))
-            told += [f"sets {place}" for place in map(str, changed) if place not in collected]
+            read = {str(read) for read in reads} - collected
+            counting = metrics_of(self._module)
+            carried = [
+                str(change.place)
+                for change in before.changes()
+                if str(change.place) in read
+                and change.kind not in ("extend", "continues")  # what it only collects
+                and change.place.owner not in counting
+                and any(each.is_floating_point() for each in tensors_of(change.value))
+            ]
+            if carried:
+                self._notes.append(CARRIED.format(name=self._name, places=some(carried)))
+            said_already = collected.union(carried)
+            told += [f"sets {place}" for place in map(str, changed) if place not in said_already]
             if told:
                 kinds = list(dict.fromkeys(told))
                 self._notes.append(

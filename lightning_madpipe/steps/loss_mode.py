@@ -377,8 +377,8 @@ class LossOfBatches:
         since = f" from step {self._num_steps} on" if self._fitting is not None else ""
         if weight != self.weight and not (self._fitting is None and weight == SAMPLES):
             self._tell(
-                f"the loss of training_step is no mean over samples (that is {error_in_words(error)}): "
-                f"micro-batches are {in_words(weight)}{since}"
+                "the loss of training_step is no mean over samples (the mean over its micro-batches is "
+                f"{error_in_words(error)}): micro-batches are {in_words(weight)}{since}"
             )
         self._fitting, self.weight = fitting, weight
         of = "the first" if self._num_steps == 1 else "a"

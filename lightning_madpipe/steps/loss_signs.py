@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 from torchmetrics import Metric
 
+from deepspeed_partition.engine.pipeline.batch_attempt import BatchGivenUpError
 from lightning_madpipe.module import outside_pipeline
 from lightning_madpipe.steps.reached_objects import attributes_of
 from lightning_madpipe.steps.step_side_effects import Beside, reached_objects
@@ -41,7 +42,7 @@ STEPS_BEFORE_AN_EPOCH = 64
 """Steps since the last trial, after which the first step of an epoch is tried."""
 
 
-class UntriedLossError(Exception):
+class UntriedLossError(BatchGivenUpError):
     """Ends a batch whose loss may come from its micro-batches otherwise than in the steps that were tried."""
 
 

@@ -236,13 +236,19 @@ def best_of(fitting: frozenset[Weight]) -> Weight | None:
     return min(fitting, key=order, default=None)
 
 
+MOST_TIMES_OFF = 1e4
+"""The relative difference from which it says nothing but that a loss is small."""
+
+
 def error_in_words(error: float | None) -> str:
     """What differs between the mean over micro-batches and the loss of the batch.
 
     A micro-batch in which nothing counts has no number. Where the losses are the same, their gradients differ.
     """
     if error is None or not math.isfinite(error):
-        return "not a number"
+        return "no number, as of a micro-batch in which nothing counts"
+    if error > MOST_TIMES_OFF:
+        return "far off, for that of the batch is next to 0"
     shown = f"{error:.2%}"
     return "the same, and its gradient is another one" if shown == "0.00%" else f"{shown} off"
 

@@ -427,7 +427,20 @@ class BatchRunner:
         piece, whole = run.micro_batches[0].data, run.whole.data
         if run.runs_once and key_of(step, whole) != key_of(step, piece):
             self._follow_for(step, whole)
-        self._follow_for(step, piece)
+        try:
+            self._follow_for(step, piece)
+        except Exception as error:
+            if len(run.micro_batches) == 1 or not self._can_follow(step, whole):
+                raise
+            size = run.whole.size
+            raise self._refusal(f"{error}. For a batch of {size} they can: {not_by_samples(size)}") from error
+
+    def _can_follow(self, step: str, batch: Any) -> bool:
+        try:
+            self._follow_for(step, batch)
+        except Exception:  # what the micro-batch raises says more
+            return False
+        return True
 
     @contextmanager
     def _followed(self, run: BatchRun) -> Iterator[None]:

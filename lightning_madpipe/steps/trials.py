@@ -164,6 +164,7 @@ def _compared(
     if isinstance(found, Finding):
         return found
     fitting = found
+    left_as_trained = traces.taken()
     best = best_of(fitting)
     assert best is not None
     shares = normalized(weights[best], best)
@@ -178,7 +179,9 @@ def _compared(
         relative_error=error,
         draws_for_batch=draws.are_for_batch,
         draws_for_samples=draws.are_for_samples,
-        traces=tuple(differences(traces, left_by_whole, left_by_pieces, total % len(run.sizes) == 0)),
+        traces=tuple(
+            differences(traces, left_by_whole, left_by_pieces, left_as_trained, total % len(run.sizes) == 0)
+        ),
         **_logs(run, alike, tolerance),
         wrong_results=tuple(_wrong_results(whole, pieces, run.sizes, tolerance)),
     )

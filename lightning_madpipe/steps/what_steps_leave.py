@@ -78,15 +78,21 @@ class StepTraces:
 
 
 def differences(
-    traces: StepTraces, whole: Mapping[str, Trace], pieces: Mapping[str, Trace], even: bool
+    traces: StepTraces,
+    whole: Mapping[str, Trace],
+    pieces: Mapping[str, Trace],
+    trained: Mapping[str, Trace],
+    even: bool,
 ) -> list[str]:
     """What is left otherwise by micro-batches, in words.
 
     Args:
+        pieces: By those of a trial, which are of unlike sizes.
+        trained: By those that the batch is trained in; empty where they are the same.
         even: The batch is cut into micro-batches of one size when it trains.
     """
     return [
-        _in_words(name, trace, pieces[name])
+        _in_words(name, trace, pieces[name], trained.get(name))
         for name, trace in whole.items()
         if name in pieces
         and not _are_same(trace, pieces[name])
@@ -107,7 +113,11 @@ def _named(name: str, metric: Metric) -> str:
     return f"self.{name} ({type(metric).__name__})"
 
 
-def _in_words(name: str, whole: Trace, pieces: Trace) -> str:
+def _in_words(name: str, whole: Trace, pieces: Trace, trained: Trace | None) -> str:
+    if trained is not None and not _are_same(whole, trained):
+        pieces = trained
+    elif trained is not None:
+        return f"{_in_words(name, whole, pieces, None)} where its micro-batches are of unlike sizes"
     if whole.num_entries != pieces.num_entries:
         return f"{name} gets {pieces.num_entries} entries instead of {whole.num_entries}"
     own, theirs = (list(trace.numbers.values()) for trace in (whole, pieces))

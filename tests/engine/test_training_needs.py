@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,13 @@ pytest.importorskip("deepspeed")
 from deepspeed.pipe import TiedLayerSpec  # noqa: E402
 from torch import nn  # noqa: E402
 
+from deepspeed_partition.engine.pipeline.batch_attempt import BatchGivenUpError  # noqa: E402
+from deepspeed_partition.engine.repartition.part_descriptions import (  # noqa: E402
+    changed_attributes,
+    remember_attributes,
+)
+from deepspeed_partition.engine.warmup.run_platform import num_states  # noqa: E402
+from deepspeed_partition.engine.warmup.stage_profiler import Measuring  # noqa: E402
 from deepspeed_partition.engine.warmup.training_needs import (  # noqa: E402
     OptimizerStep,
     TrainingNeeds,
@@ -21,6 +30,7 @@ from deepspeed_partition.engine.warmup.training_needs import (  # noqa: E402
 )
 from deepspeed_partition.profiling import counted_memory, layer_profiles, measure_stage  # noqa: E402
 from deepspeed_partition.profiling.layers import measured_chain  # noqa: E402
+from deepspeed_partition.schedule.instructions import Compute  # noqa: E402
 
 NUMBERS = 2**18
 OPTIMIZERS: dict[str, tuple[Any, OptimizerStep]] = {
@@ -53,6 +63,51 @@ def test_a_trial_tells_what_a_step_needs(name):
         with counted_memory() as memory:
             optimizer.step()
         assert abs(memory.peak_bytes / (4 * NUMBERS) - copies) < 0.01
+
+
+class OfMatrices(torch.optim.SGD):
+    """Takes weights of two dimensions alone, as torch's Muon does."""
+
+    def __init__(self, params, lr=0.1, momentum=0.9):
+        super().__init__(params, lr=lr, momentum=momentum)
+        for weight in (weight for group in self.param_groups for weight in group["params"]):
+            if weight.ndim != 2:
+                raise ValueError(f"a matrix is needed, not {tuple(weight.shape)}")
+
+
+def test_an_optimizer_of_matrices_is_tried_out(caplog):
+    """It was taken for Adam, with shapes in a line that no weight of the program has."""
+    with caplog.at_level("INFO"):
+        optimizer = OfMatrices([nn.Parameter(torch.zeros(3, 2))])
+        assert optimizer_step(optimizer) == OptimizerStep(of_one=0, of_several=0, at_once=False)
+        assert num_states(optimizer) == 1
+    assert "could not be tried out" not in caplog.text
+
+
+def test_what_gives_a_batch_up_is_no_failure_of_a_layer():
+    """It was said that a layer could not be watched: UntriedLossError; and bytes were not measured."""
+
+    class GivesUpError(BatchGivenUpError):
+        pass
+
+    def run(_):
+        raise GivesUpError
+
+    clock = SimpleNamespace(num_steps=1)
+    profiler = SimpleNamespace(
+        _memory=SimpleNamespace(forward=nullcontext), _computed_from=0.0, _computed_until=0.0, clock=clock
+    )
+    with pytest.raises(GivesUpError):
+        Measuring.execute(profiler, Compute("F", 0, micro_batch=0, slot=0), run)
+
+
+def test_lists_that_torch_makes_of_weights_are_no_change_of_a_layer():
+    """It was said of every recurrent layer that nobody else has its _flat_weights."""
+    layer = nn.GRU(3, 4)
+    remember_attributes([layer])
+    layer.weight_ih_l0 = nn.Parameter(torch.zeros(12, 3))
+    layer._init_flat_weights()
+    assert not any(changed_attributes(layer).values())
 
 
 def test_needs_by_layer():

@@ -223,6 +223,8 @@ class Annealing(Callback):
         if trainer.current_epoch == 1:
             module.blocks[0].share.zero_().add_(0.5)
             module.blocks[4].linear.bias.data = torch.full((cases.WIDTH,), 0.1)
+            for layer in (module.embed, module.head):  # on two ranks
+                trainer.optimizers[0].state[layer.bias]["momentum_buffer"].mul_(-2.0)
             with torch.no_grad():
                 module.head.weight *= 0.5
                 module.get_parameter("embed.bias").mul_(0.5)

@@ -79,6 +79,7 @@ def test_dropout_draws_from_the_seed(two: Records) -> None:
         ),
         ("SparseRows", "the batch holds a sparse or nested tensor, which cannot be cut into micro-batches"),
         ("ByChanceFound", "the layers that were found of self() cannot run that: ByChanceFound"),
+        ("ByChanceFound", ". For a batch of 8 they can: every tensor whose dimension 0 is 8 is cut, also one"),
         ("MixedWindow", "leave the short batch out (drop_last=True), or do not accumulate"),
         ("RateInForward", "asks for the optimizer or its rate at captured_cases.py:"),
         ("RateOfTrainer", "asks for the optimizer or its rate at captured_cases.py:"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -19,11 +20,13 @@ from lightning_madpipe.steps.losses import (
     SAMPLES,
     SUM,
     Tracked,
+    error_in_words,
     features_of,
     fits,
     views_of,
     weights_of,
 )
+from lightning_madpipe.steps.what_steps_leave import Trace, differences
 from tests.lightning.test_lightning_pipeline import Records, assert_same, records_of
 
 
@@ -160,11 +163,25 @@ def test_what_micro_batches_leave_otherwise_on_the_module_is_said_once(two: Reco
     assert "loss='batch'" in said and not two.of("turned")["collecting"]["once"]
 
 
+def test_numbers_in_words_are_those_of_training() -> None:
+    """A trial cuts 8 samples in 7: a counter was said to be 7, at the end of an epoch it was 64 for 8 batches."""
+    whole, tried, trained = ({"self.t": Trace(None, {"": torch.tensor([value])})} for value in (1.0, 7.0, 8.0))
+    traces: Any = SimpleNamespace(is_mean_over=lambda *_: False)
+    assert differences(traces, whole, tried, trained, even=False) == ["self.t is 8 instead of 1"]
+    assert differences(traces, whole, tried, {}, even=False) == ["self.t is 7 instead of 1"]
+    [unlike] = differences(traces, whole, tried, whole, even=False)
+    assert unlike == "self.t is 7 instead of 1 where its micro-batches are of unlike sizes"
+    assert error_in_words(0.5) == "50.00% off"
+    assert error_in_words(4e11) == "far off, for that of the batch is next to 0"  # was 44926466047763.83%
+    assert error_in_words(None) == "no number, as of a micro-batch in which nothing counts"
+
+
 def test_samples_that_are_selected_before_the_layers_are_refused(two: Records) -> None:
     record = two.of("planned")
     for case in ("selected", "selected later"):
         assert "rows to forward() for a batch of 16 samples" in record[case]
         assert "self(x)[mask] instead of self(x[mask])" in record[case]
+        assert "MadPipeStrategy(num_micro_batches=1) cuts nothing" in record[case]
     assert record["selected after"] is False, "weighted by the labels that are not 9"
 
 

@@ -37,6 +37,10 @@ NOTHING: Boundary = ()
 """What stands in the place of a tensor whose shape is not known."""
 
 
+class BatchGivenUpError(Exception):
+    """Whoever runs the batch ends it, to begin it anew in another way; no layer has failed."""
+
+
 class CannotBeWatchedError(Exception):
     """A micro-batch failed while its bytes were read. If that was not the reason, it will fail again."""
 

@@ -20,6 +20,7 @@ from torch import nn
 from deepspeed_partition.engine.pipeline.shared_weights import tie_repeated_modules, warn_of_weights_apart
 from deepspeed_partition.engine.pipeline.stages import allocation_of, hold_stages, owner
 from deepspeed_partition.engine.runtime import accelerator
+from deepspeed_partition.engine.runtime.all_come import wait_for_the_same_error
 from deepspeed_partition.engine.runtime.collectives import from_rank_0
 from deepspeed_partition.engine.runtime.environment import announce, planning_is_off, without_lines_of_hosts
 from deepspeed_partition.planner.allocation import Allocation
@@ -427,4 +428,8 @@ class PipelineModule(deepspeed.pipe.PipelineModule):
             )
 
     def _partition_layers(self, method="uniform"):
-        partition_layers(self, method, super()._partition_layers)
+        try:
+            partition_layers(self, method, super()._partition_layers)
+        except ValueError:
+            wait_for_the_same_error()
+            raise

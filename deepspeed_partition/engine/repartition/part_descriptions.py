@@ -161,10 +161,17 @@ def _kind_of(generator: Any) -> str | None:
     return name if name in _MAKERS else None
 
 
+MADE_OF_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
+"""Attributes that torch's recurrent layers make of their weights, on each rank of its own."""
+
+
 def _module_attributes(module: nn.Module) -> dict[str, Any]:
     """What the class or a program has set on a module, as it can be sent; else the class of what cannot."""
+    made = MADE_OF_WEIGHTS if isinstance(module, nn.RNNBase) else ()
     found = {
-        name: _sendable(value) for name, value in attributes_of(module).items() if not _is_known(itself(value))
+        name: _sendable(value)
+        for name, value in attributes_of(module).items()
+        if name not in made and not _is_known(itself(value))
     }
     for name, generator in generators_of(module).items():  # also within what cannot be sent itself
         kind = _kind_of(generator)

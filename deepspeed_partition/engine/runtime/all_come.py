@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from deepspeed_partition.engine.runtime.environment import log_here
 from deepspeed_partition.engine.runtime.watch import ANSWER_SECONDS, MOST_RANKS_ASKED, watch
-from deepspeed_partition.profiling.arrivals import wait_for_all
+from deepspeed_partition.profiling.arrivals import LOOKS_EACH_SECONDS, wait_for_all
 
 
 def wait_until_all_come(
@@ -34,6 +34,21 @@ def wait_until_all_come(
             why_not_coming=WhyNotComing(),
             is_over=is_over,
         )
+
+
+def wait_for_the_same_error(seconds: float = 10.0) -> None:
+    """Wait until all ranks are about to raise what they raise alike, and no longer than some seconds.
+
+    Rank 0 keeps the store of the job: where its process ends first, others that still join a group end with the
+    words of a broken connection.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    store, deadline = dist.distributed_c10d._get_default_store(), time.monotonic() + seconds
+    keys = [f"madpipe/same error/{rank}" for rank in range(dist.get_world_size())]
+    mine = store.add(keys[dist.get_rank()], 1)
+    while any(store.add(key, 0) < mine for key in keys) and time.monotonic() < deadline:
+        time.sleep(LOOKS_EACH_SECONDS)
 
 
 STANDSTILL_IN_PATIENCES = 1.5

@@ -125,12 +125,23 @@ def _weights(engine: MadPipeEngine) -> list[torch.Tensor]:
 
 
 def num_states(optimizer: torch.optim.Optimizer) -> int:
-    """Count the tensors of a weight's size that ``optimizer`` keeps for it: tried out on two numbers."""
-    weight = torch.nn.Parameter(torch.zeros(2, device=get_accelerator().current_device_name()))
-    weight.grad = torch.zeros_like(weight)
-    try:
+    """Count the tensors of a weight's size that ``optimizer`` keeps for it: tried out on a few numbers."""
+    device = get_accelerator().current_device_name()
+
+    def states(*shape: int) -> int:
+        weight = torch.nn.Parameter(torch.zeros(shape, device=device))
+        weight.grad = torch.zeros_like(weight)
         trial = another_like(optimizer, [weight])
         trial.step()
+        return sum(
+            value.numel() == weight.numel() for value in trial.state[weight].values() if torch.is_tensor(value)
+        )
+
+    try:
+        try:
+            return states(2)
+        except Exception:
+            return states(2, 3)  # Muon takes matrices alone
     except Exception as error:  # somebody else's optimizer, on an input that it never expected
         kind = type(optimizer).__name__
         warn_once(
@@ -139,7 +150,6 @@ def num_states(optimizer: torch.optim.Optimizer) -> int:
             "per weight, as Adam does; the option weight_copies says better",
         )
         return STATES_OF_ADAM
-    return sum(value.numel() == 2 for value in trial.state[weight].values() if torch.is_tensor(value))
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:

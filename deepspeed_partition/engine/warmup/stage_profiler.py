@@ -20,7 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from deepspeed_partition.engine.pipeline.batch_attempt import OUT_OF_MEMORY, CannotBeWatchedError
+from deepspeed_partition.engine.pipeline.batch_attempt import (
+    OUT_OF_MEMORY,
+    BatchGivenUpError,
+    CannotBeWatchedError,
+)
 from deepspeed_partition.engine.runtime.autograd_boundary import Boundary, tensors_of
 from deepspeed_partition.engine.runtime.tracing import DeviceTrace, Execute, moves_of, recorded
 from deepspeed_partition.engine.runtime.transfers import Transfers
@@ -171,6 +175,8 @@ class Measuring:
         except OUT_OF_MEMORY:
             raise
         except Exception as error:
+            if isinstance(error, BatchGivenUpError):  # whoever looks on or not
+                raise
             raise CannotBeWatchedError(f"a layer could not be watched: {type(error).__name__}: {error}") from error
 
     @contextmanager

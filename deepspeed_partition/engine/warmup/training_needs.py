@@ -146,8 +146,12 @@ def _in_step(wrapper: Any, step: OptimizerStep, gradient: float, num_pipelines: 
 def optimizer_step(optimizer: torch.optim.Optimizer) -> OptimizerStep:
     """Try an optimizer out on one tensor and on several: what does its second step need besides states?"""
     try:
-        one = _needed_bytes(optimizer, 1)
-        several = _needed_bytes(optimizer, TRIED_TENSORS)
+        try:
+            one, shape = _needed_bytes(optimizer, 1, [TRIED_NUMBERS]), [TRIED_NUMBERS]
+        except Exception:  # Muon takes matrices alone
+            shape = [TRIED_NUMBERS // 256, 256]
+            one = _needed_bytes(optimizer, 1, shape)
+        several = _needed_bytes(optimizer, TRIED_TENSORS, shape)
     except Exception as error:  # somebody else's optimizer, on an input that it never expected
         announce(
             f"what a step of the optimizer {type(optimizer).__name__} needs could not be tried out ({error}): it "
@@ -161,10 +165,10 @@ def optimizer_step(optimizer: torch.optim.Optimizer) -> OptimizerStep:
     )
 
 
-def _needed_bytes(optimizer: torch.optim.Optimizer, num_tensors: int) -> int:
+def _needed_bytes(optimizer: torch.optim.Optimizer, num_tensors: int, shape: Sequence[int]) -> int:
     """Return the most bytes that the second step over some tensors needs, states and gradients not counted."""
     device = get_accelerator().current_device_name()
-    weights = [torch.nn.Parameter(torch.zeros(TRIED_NUMBERS, device=device)) for _ in range(num_tensors)]
+    weights = [torch.nn.Parameter(torch.zeros(*shape, device=device)) for _ in range(num_tensors)]
     for weight in weights:
         weight.grad = torch.zeros_like(weight)
     trial = another_like(optimizer, weights)
