@@ -21,11 +21,13 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from deepspeed_partition.engine.runtime.collectives import gather_objects
-from tests.engine.pipelines import loss_fn, mlp, train_alone, two_groups
+from tests.engine.pipelines import WIDTH, loss_fn, mlp, train_alone, two_groups
 from tests.engine.running import batches, cut, planned, same, start, train
 from tests.engine.strangers_cases import said_here
+from tests.engine.warm_up_cases import heard
 
 
 def _taken_and_put_again(items: Any) -> int:
@@ -332,8 +334,44 @@ def counts_go_with_layers_that_move(_: Path) -> None:
             assert not lines, lines
 
 
+class Checkpointed(nn.Module):
+    """Counts in a function that runs again in the backward, or, if asked, outside of it."""
+
+    def __init__(self, *, counts_within: bool) -> None:
+        super().__init__()
+        self.linear, self.number, self.counts_within = nn.Linear(WIDTH, WIDTH), 0, counts_within
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
+        self.number += self.counts_within
+        return torch.relu(self.linear(x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.number += not self.counts_within
+        return checkpoint(self._run, x, use_reentrant=False) * (1 + 0.01 * self.number)
+
+
+def what_a_program_recomputes_itself_is_named(_: Path) -> None:
+    """A count differed from one process from the first step on, and nothing was said."""
+    data = batches(2)
+    for counts_within in (False, True):
+
+        def layers() -> list[Any]:
+            return [*mlp()[:2], *[LayerSpec(Checkpointed, counts_within=counts_within)] * 2, *mlp()[2:]]  # noqa: B023
+
+        with heard() as said:
+            engine, _, _ = start(layers(), [0, 5, 10], optimizer=two_groups)
+            losses = train(engine, data)
+        lines = [line for line in said if "a backward changes" in line]
+        if counts_within:
+            [line] = lines
+            assert "number of layer 2 (Checkpointed), number of layer 3 (Checkpointed), as code does" in line
+        else:
+            assert not lines, lines
+            same(losses, train_alone(layers(), data, two_groups))
+
+
 CASES = [
     what_layers_keep_is_as_before, what_a_loss_keeps_is_as_before, what_is_written_while_layers_are_measured,
     what_is_written_to_files_that_a_loss_opens, what_cannot_be_undone_is_said_once,
-    counts_go_with_layers_that_move,
+    counts_go_with_layers_that_move, what_a_program_recomputes_itself_is_named,
 ]  # fmt: skip

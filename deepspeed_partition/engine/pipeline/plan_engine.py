@@ -160,7 +160,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
         self._read_now: Any = None
         self._replaced = Replaced(self)
         self._lockstep = Lockstep(self._pipelines())
-        self._shared_outputs = SharedOutputs()
+        self._shared_outputs, self._backwards_looked_at = SharedOutputs(), set[int]()
         self._passes, self._is_plain = PlainPasses(self), False
         self._computations = {
             "F": self._run_forward, "B": self._run_backward, "R": self._run_again, "I": self._run_first_half,
@@ -695,6 +695,16 @@ class AnyPlanEngine(AnyBoundaryEngine):
         self.batch_state.second_forwards.pop(again.slot).run()
 
     def _run_backward(self, backward: Compute, devices: Sequence[int]) -> None:
+        stage, state = backward.stage, self.batch_state
+        if stage in self._backwards_looked_at:
+            self._run_backward_on(backward, devices)
+            return
+        self._backwards_looked_at.add(stage)
+        is_alone = len(state.departed) + len(state.losses) == 1 or backward.slot in state.second_forwards
+        with nullcontext() if is_alone else self.module.changes_in_backward_told(stage):
+            self._run_backward_on(backward, devices)
+
+    def _run_backward_on(self, backward: Compute, devices: Sequence[int]) -> None:
         stage, number, slot, state = backward.stage, backward.micro_batch, backward.slot, self.batch_state
         if stage + 1 == len(devices):
             loss = state.losses.pop(slot)

@@ -47,6 +47,43 @@ def tell_of_second_runs() -> None:
     )
 
 
+@contextmanager
+def changes_in_backward_told(functions: Sequence[Any], first: int) -> Iterator[None]:
+    """Say once what layers change in a backward, while other micro-batches are between their forward and theirs.
+
+    Args:
+        functions: The layers, none of which the plan recomputes.
+        first: The number of the first one.
+    """
+    modules, names = _reached(functions, first)
+    before = _values_of(modules, names)
+    yield
+    places = sorted(_different(before, _values_of(modules, names)))
+    if places:
+        words = _in_words(places, {first + place: name_of(function) for place, function in enumerate(functions)})
+        warn_once(
+            f"changed in a backward/{', '.join(words)}",
+            f"a backward changes {', '.join(words[:MOST_NAMED])}, as code does there that torch.utils.checkpoint "
+            "runs again. Forwards of other micro-batches come before that, more of them than in one process: what "
+            "a layer computes with it differs. Count outside of the function that is given to checkpoint()",
+        )
+
+
+def _reached(functions: Sequence[Any], first: int) -> tuple[dict[int, nn.Module], dict[int, Sequence[Name]]]:
+    """The modules of layers, and the names that their code reads, by their numbers."""
+    modules = {
+        first + place: module for place, function in enumerate(functions) for module in modules_of(function)
+    }
+    return modules, {first + place: names_beside(function) for place, function in enumerate(functions)}
+
+
+def _in_words(places: Sequence[_Place], kinds: Mapping[int, str]) -> list[str]:
+    return [
+        f"{name} {'beside' if is_beside else 'of'} layer {place} ({kinds[place]})"
+        for place, is_beside, name in places
+    ]
+
+
 class TwoRuns:
     """A look at the two runs of recomputed layers for one micro-batch.
 
@@ -57,11 +94,8 @@ class TwoRuns:
     """
 
     def __init__(self, functions: Sequence[Any], first: int, when_over: Callable[[], object]) -> None:
-        self._modules = {
-            first + place: module for place, function in enumerate(functions) for module in modules_of(function)
-        }
+        self._modules, self._names = _reached(functions, first)
         self._kinds = {first + place: name_of(function) for place, function in enumerate(functions)}
-        self._names = {first + place: names_beside(function) for place, function in enumerate(functions)}
         self._after_first: _Values | None = None
         self._opened: list[str] = []
         self._when_over = when_over
@@ -90,10 +124,7 @@ class TwoRuns:
         named = sorted(by_second & since_first)
         if not named:
             return
-        words = [
-            f"{name} {'beside' if is_beside else 'of'} layer {place} ({self._kinds[place]})"
-            for place, is_beside, name in named
-        ]
+        words = _in_words(named, self._kinds)
         more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
         warn_once(
             f"changed twice/{', '.join(words)}",

@@ -8,7 +8,7 @@ import glob
 import itertools
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import deepspeed.pipe
@@ -27,7 +27,11 @@ from deepspeed_partition.engine.pipeline.beside_layers import (
     name_of,
 )
 from deepspeed_partition.engine.pipeline.old_weights import tell_old_weights
-from deepspeed_partition.engine.pipeline.recomputed_attributes import TwoRuns, tell_of_second_runs
+from deepspeed_partition.engine.pipeline.recomputed_attributes import (
+    TwoRuns,
+    changes_in_backward_told,
+    tell_of_second_runs,
+)
 from deepspeed_partition.engine.pipeline.second_forward import SecondForward
 from deepspeed_partition.engine.pipeline.shared_weights import WAY_OUT, listed, places_of_repeated, why_not_apart
 from deepspeed_partition.engine.pipeline.tied_copies import own_copies, several_of_a_key
@@ -346,6 +350,13 @@ class StagesModule(deepspeed.pipe.PipelineModule):
             yield
         finally:
             self.activation_checkpoint_func = checkpoint
+
+    def changes_in_backward_told(self, stage: int) -> AbstractContextManager[None]:
+        """Say what layers of a stage change in a backward, if nothing of it is recomputed by the plan."""
+        plan = self.madpipe_cut.plan if self.madpipe_cut is not None else None
+        if self.activation_checkpoint_interval or (plan is not None and plan.stages[stage].blocks):
+            return nullcontext()
+        return changes_in_backward_told(self._functions[stage], self.allocation.stages[stage].layers[0])
 
     def _recomputed_blocks(self) -> tuple[tuple[int, int], ...]:
         """The ranges of layers of the active stage that the plan recomputes."""
