@@ -1,4 +1,7 @@
-"""States of values that have no attributes in Python: bytes, arrays, numbers of C, shared memory, queues."""
+"""States of values without attributes in Python: bytes, arrays, numbers of C, shared memory, queues, variables.
+
+The variables are those of a context or a thread.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,18 @@ import ctypes
 import multiprocessing
 import queue
 import sys
+import threading
 from array import array
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 _DATA_OF_C = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union)
 _QUEUES = (queue.Queue, queue.LifoQueue, queue.PriorityQueue)
+_VARIABLES = (ContextVar, threading.local)
+_LISTED = (queue.SimpleQueue, *_QUEUES, *_VARIABLES)
+"""Classes of values whose state is a list."""
 RAW = (bytearray, array, memoryview, *_DATA_OF_C)
 
 
@@ -27,11 +35,18 @@ def has_raw_state(value: Any) -> bool:
     """Whether a value is one of these, and its state can be put back."""
     if isinstance(value, memoryview):
         return not value.readonly and value.contiguous
-    return isinstance(value, RAW) or type(value) in (queue.SimpleQueue, *_QUEUES) or _shared(value) is not None
+    return isinstance(value, RAW) or type(value) in _LISTED or _shared(value) is not None
 
 
 def raw_state(value: Any) -> Any:
-    """What a value holds now: bytes, an array, or the items of a queue with the number of unfinished tasks."""
+    """What a value holds now: bytes, an array, the items of a queue with the number of unfinished tasks, or the
+    value of a variable of this context, or those of this thread with their names."""
+    if type(value) is ContextVar:
+        with suppress(LookupError):
+            return [value.get()]
+        return []
+    if type(value) is threading.local:
+        return [each for item in vars(value).items() for each in item]
     if type(value) is queue.SimpleQueue:
         items = _taken_out(value)
         for item in items:
@@ -58,6 +73,14 @@ def is_raw_state(value: Any, state: Any) -> bool:
 
 def put_raw_state(value: Any, state: Any) -> bool:
     """Let a value hold what it held then, or what that of another rank holds; return whether it can."""
+    if type(value) is ContextVar:
+        for each in state:  # one that had no value keeps what it has got
+            value.set(each)
+        return True
+    if type(value) is threading.local:
+        vars(value).clear()
+        vars(value).update(zip(state[::2], state[1::2], strict=True))
+        return True
     if type(value) is queue.SimpleQueue:
         _taken_out(value)
         for item in state:
@@ -88,6 +111,8 @@ def put_raw_state(value: Any, state: Any) -> bool:
 
 def raw_size(value: Any) -> int:
     """The bytes of a value's state; of a queue the number of items."""
+    if type(value) in _VARIABLES:
+        return len(raw_state(value))
     if type(value) in (queue.SimpleQueue, *_QUEUES):
         return int(value.qsize())
     shared = _shared(value)

@@ -61,6 +61,14 @@ class Replayed(Rewindable):
         if name in _NAMES or name.startswith("__"):  # while it is copied
             raise AttributeError(name)
         iterator = self.madpipe_iterator
+        if name == "send" and RUNS_STEP.get():
+            warn_once(
+                f"sent to a generator/{self._madpipe_name}",
+                f"a step sends to {self._madpipe_name}, a generator: each micro-batch does, on the last stage and "
+                "up to the call of the layers on the first one, and so does each trial, and what a generator has "
+                "been sent cannot be taken back: losses that depend on it are others than in one process. Send in "
+                "a hook, such as on_train_batch_end, and keep what it gives in an attribute",
+            )
         found = inspect.getattr_static(type(iterator), name, None)
         if isinstance(found, FunctionType) and name not in getattr(iterator, "__dict__", ()):
             return MethodType(found, self)  # it may take items

@@ -6,9 +6,11 @@ Written like ``lightning_cases.py``.
 from __future__ import annotations
 
 import array
+import contextvars
 import ctypes
 import multiprocessing
 import queue
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,22 @@ def put(state: Any) -> float:
     return float(state.qsize())
 
 
+def set_in_context(state: Any) -> float:
+    state.set(state.get() + 1)
+    return float(state.get())
+
+
+def of_thread() -> threading.local:
+    found = threading.local()
+    found.number = 0
+    return found
+
+
+def raised_number(state: Any) -> float:
+    state.number += 1
+    return float(state.number)
+
+
 def numbers(folder: Path) -> Any:
     path = folder / "numbers"
     path.write_text("".join(f"{number}\n" for number in range(100)))
@@ -71,6 +89,8 @@ KINDS: dict[str, Callable[[Path], Counting]] = {
     "queue": lambda _: (queue.Queue(), put),
     "queue by rank": lambda _: (queue.PriorityQueue(), put),
     "simple queue": lambda _: (queue.SimpleQueue(), put),
+    "variable of a context": lambda _: (contextvars.ContextVar("number", default=0), set_in_context),
+    "variables of a thread": lambda _: (of_thread(), raised_number),
     "lines": lambda folder: (numbers(folder).open(), lambda file: float(file.readline())),
     "bytes of a file": lambda folder: (numbers(folder).open("rb"), lambda file: file.read(1)[0] % 7),
 }

@@ -18,7 +18,7 @@ from torch import nn
 
 from deepspeed_partition.code_names import CodeSearch, function_of
 from deepspeed_partition.generators import generators_of
-from lightning_madpipe.steps import own_generators
+from lightning_madpipe.steps import own_generators, replayed
 from lightning_madpipe.steps.own_generators import OwnGenerators, found_in
 
 
@@ -142,6 +142,23 @@ def test_what_gives_items_again_is_used_like_a_generator() -> None:
     assert list(itertools.islice(draws, 2)) == [1, 2] and draws.gi_frame is not None
     draws.close()
     assert draws.gi_frame is None
+
+
+def test_what_a_step_sends_to_a_generator_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each trial and each micro-batch sent, losses were 3 % off, and nothing was said of it."""
+    said: list[str] = []
+    monkeypatch.setattr(replayed, "warn_once", lambda _, sentence: said.append(sentence))
+
+    def averages() -> Iterator[float]:
+        mean = 1.0
+        while True:
+            mean = 0.5 * mean + 0.5 * (yield mean)  # type: ignore[misc]
+
+    draws, own = kept(averages())
+    assert next(draws) == 1.0 and draws.send(3.0) == 2.0 and not said
+    with own.of_step("all", 0, None):
+        assert draws.send(4.0) == 3.0
+    assert said[0].startswith("a step sends to self.draws, a generator: each micro-batch does")
 
 
 def test_an_iterator_that_begins_anew_does_so() -> None:
