@@ -61,14 +61,14 @@ METHODS = (str(OF_TORCH / "_tensor.py"), torch.overrides.__file__)
 def lines_that_decide(function: Callable[[Any], Any], inputs: Any) -> list[str]:
     """Run ``function`` and return the lines of its code that ask for numbers which depend on ``inputs``."""
     given = [leaf.detach().clone() for leaf in tree_leaves(inputs)]
-    origins = _Origins(given)
+    origins = Origins(given)
     questions = _Questions(origins)
     with origins, questions:
         function(tuple(given))
     return questions.lines[:MOST_LINES]
 
 
-class _Origins(TorchDispatchMode):
+class Origins(TorchDispatchMode):
     """Follows which tensors come from the given ones."""
 
     def __init__(self, given: Sequence[Tensor]) -> None:
@@ -79,16 +79,22 @@ class _Origins(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if any(map(self.has, tree_leaves((args, kwargs)))):
-            written = [
-                value
-                for argument, value in zip(func._schema.arguments, args, strict=False)
-                if argument.alias_info is not None and argument.alias_info.is_write
-            ]
-            references = map(_storage_of, tree_leaves((result, written)))
-            self._known.update(reference for reference in references if reference is not None)
-            self._follow_lengths(func, args, kwargs, result)
+        self.follow(func, args, kwargs, result)
         return result
+
+    def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> bool:
+        """Follow what a function has made; return whether it was given something that is followed."""
+        if not any(map(self.has, tree_leaves((args, kwargs)))):
+            return False
+        written = [
+            value
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        references = map(_storage_of, tree_leaves((result, written)))
+        self._known.update(reference for reference in references if reference is not None)
+        self._follow_lengths(func, args, kwargs, result)
+        return True
 
     def _follow_lengths(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -146,7 +152,7 @@ def _storage_of(value: Any) -> StorageWeakRef | None:
 class _Questions(TorchFunctionMode):
     """Notes the lines that ask for numbers."""
 
-    def __init__(self, origins: _Origins) -> None:
+    def __init__(self, origins: Origins) -> None:
         super().__init__()
         self._origins = origins
         self.lines: list[str] = []

@@ -13,6 +13,11 @@ that gives the loss of the batch. It is tried again
   epoch if the last trial is 64 steps ago;
 - before steps 2, 4, 8, ..., 128, and before each 128th from there on, whatever the batches are.
 
+A loss that takes a number of the whole batch to a threshold may be a mean in every batch that is tried and none in
+others. Where that is a single number in the graph of the loss, such as ``loss.clamp(max=8)``, a batch whose
+micro-batches are not all on one side is given up and tried. Else the loss is computed once from the trial on that
+shows such a function, or a branch (``batch_numbers.py``).
+
 Where the pipeline never drains (``weight_versions``) a trial brings it to rest: behind four beside the regular
 ones, those for values that no batch had before come at intervals that double. And a batch that shows a sign of
 another loss cannot be given up: the next one is tried, before it is trained on. A loss that has to be computed
@@ -381,6 +386,14 @@ class LossOfBatches:
                 f"{error_in_words(error)}): micro-batches are {in_words(weight)}{since}"
             )
         self._fitting, self.weight = fitting, weight
+        self.steps.bends = self.steps.bends.union(*(finding.bends for finding in findings))
+        may_not = next((finding.may_not for finding in findings if finding.may_not), None)
+        if self.steps.bends and not self.engine.runs_lists:  # a batch that is bent cannot be given up
+            may_not = may_not or f"{' and '.join(sorted(self.steps.bends))} of a number of the whole batch"
+        if may_not is not None:
+            self._switch_if_possible(flushes, may_not)
+            if self.once:
+                return
         of = "the first" if self._num_steps == 1 else "a"
         for finding in findings:
             if finding.traces:
@@ -463,6 +476,28 @@ class LossOfBatches:
                 "before its first backward, and plans count on that; loss='mean' takes the mean instead"
             )
 
+    def _switch_if_possible(self, flushes: tuple[int, ...], why: str) -> None:
+        """Run the step once per batch from now on, for a loss that may be no mean of other batches."""
+        sentence = f"the loss of training_step may be no mean over samples in each batch ({why})"
+        try:
+            if self._never_drains:
+                raise ValueError(f"weight_versions {self.engine.weight_versions!r} never drains")
+            self.engine.take_losses_of_batches(flushes)
+        except ValueError as error:
+            self._tell(
+                f"{sentence}, and is not computed once on all outputs of each batch, because {error}: "
+                f"micro-batches are {in_words(self.weight)}",
+                key="may be none",
+            )
+            return
+        self.once = True
+        since = f" from step {self._num_steps} on" if self._num_steps > 1 else ""
+        announce(
+            f"{sentence}, so it is computed once on all outputs of each batch{since}: the "
+            f"{counted(self.num_micro_batches, 'forward')} of a batch come before its first backward, and plans "
+            "count on that; loss='mean' takes the mean instead"
+        )
+
     def _since(self) -> str:
         """Since when a batch has the loss that was found, in words, and what is not known of those before."""
         since = f" from step {self._num_steps} on"
@@ -470,6 +505,8 @@ class LossOfBatches:
             return since
         # A loss that comes and goes, as by a threshold, may have been another one before a trial that fitted, too.
         tried = [str(step) for step in self._tried_steps if step < self._num_steps]
+        if len(tried) == self._num_steps - 1:
+            return since
         named = ", ".join(["..."] * (len(tried) > MOST_NAMED) + tried[-MOST_NAMED:])
         return f"{since}; steps before that were not tried may have had another loss (tried: {named})"
 

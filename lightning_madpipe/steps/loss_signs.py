@@ -52,17 +52,21 @@ class LossGraph(NamedTuple):
     operations: Operations
     class_weights: list[Tensor]
     """Those of its cross-entropies."""
+    bends: tuple[str, ...] = ()
+    """The nodes that go on otherwise from a threshold on, each with its side, as they are met."""
 
 
 def graph_of(loss: Tensor, ends: Collection[Any]) -> LossGraph:
     """Read what computes ``loss``, down to the nodes ``ends``, which made the outputs of the pipeline."""
-    pairs, class_weights = set(), []
+    pairs, class_weights, bends = set(), [], []
     todo, names = [loss.grad_fn], {loss.grad_fn: _name_of(loss.grad_fn)}
     while todo and len(names) < MOST_NODES:
         node: Any = todo.pop()
         if node is None or node in ends:
             continue
         name = names[node]
+        if kind_of(name.split()[0]) in BENDS:
+            bends.append(name)
         if name.startswith("NllLoss") and (weight := _saved(node, "_saved_weight")) is not None:
             class_weights.append(weight)
         for following, _ in node.next_functions:
@@ -70,7 +74,7 @@ def graph_of(loss: Tensor, ends: Collection[Any]) -> LossGraph:
                 names[following] = "outputs" if following in ends else _name_of(following)
                 todo.append(following)
             pairs.add((name, names[following]))
-    return LossGraph(frozenset(pairs), class_weights)
+    return LossGraph(frozenset(pairs), class_weights, tuple(bends))
 
 
 def _saved(node: Any, name: str) -> Tensor | None:
@@ -137,7 +141,7 @@ def _name_of(node: Any) -> str:
     name = node.name()
     if name == "MulBackward0":
         return f"{name} by 0" if _is_zero(node._saved_other) else name
-    side = BENDS.get(name.rstrip("01").removesuffix("Backward"))
+    side = BENDS.get(kind_of(name))
     if side is None:
         return name
     try:
@@ -145,6 +149,11 @@ def _name_of(node: Any) -> str:
         return f"{name}{side(node)}"
     except RuntimeError:  # a backward has freed what it was
         return name
+
+
+def kind_of(node: str) -> str:
+    """What a node is of, by its name: ``Clamp`` of ``ClampBackward1``."""
+    return node.rstrip("0123456789").removesuffix("Backward")
 
 
 def _of_clamp(node: Any) -> str:

@@ -69,6 +69,10 @@ class Finding:
     why_unknown: str | None = None
     """Why the loss of the batch could not be explained, in words; with ``unknown``."""
     unknown: Unknown | None = None
+    may_not: str | None = None
+    """What the step does with numbers of the batch that makes another loss of another batch, in words."""
+    bends: frozenset[str] = frozenset()
+    """Kinds of nodes of which micro-batches are on one side where their losses make up that of the batch."""
     raised: Exception | None = None
     """What the step raises for the batch, as in one process, where it does not raise the same for a part of it."""
     fitting: frozenset[Weight] = frozenset()
@@ -115,6 +119,8 @@ class Tried:
     """What it returned, where somebody reads it."""
     seconds: tuple[float, float]
     """Seconds of the forward and of the backward."""
+    operations: frozenset[str]
+    """The names of the nodes that compute its loss."""
 
 
 def factors_of(

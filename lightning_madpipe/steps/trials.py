@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy
@@ -19,6 +22,7 @@ from deepspeed_partition.profiling import LiveBytes
 from deepspeed_partition.profiling.failed_backward import forget_failed_backward
 from lightning_madpipe.compat.elsewhere import ElsewhereError
 from lightning_madpipe.module import outside_pipeline
+from lightning_madpipe.steps.batch_numbers import COMPARISONS, BatchNumbers, Use, Watch, other_answers
 from lightning_madpipe.steps.batch_runs import WAY_OUT, BatchRun, cut_inputs
 from lightning_madpipe.steps.batches import join_pieces
 from lightning_madpipe.steps.logged_sizes import told_apart
@@ -39,10 +43,13 @@ from lightning_madpipe.steps.losses import (
 )
 from lightning_madpipe.steps.micro_batches import MicroBatch
 from lightning_madpipe.steps.step_results import merged_logs, returned_numbers, rule_of, sizes_logged
+from lightning_madpipe.steps.tensor_comparison import as_real
 from lightning_madpipe.steps.user_step import NoLossError, UserSteps
 from lightning_madpipe.steps.what_steps_leave import StepTraces, differences
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+MOST_QUESTIONS = 4
+"""Questions of a batch that are answered otherwise, each of which runs the step again."""
 COMPARES = "it compares samples, or is weighted by more than one thing"
 UNEXPLAINED = "its micro-batches are weighted neither by their samples nor by anything else that was tried"
 
@@ -98,9 +105,10 @@ def _compared(
     steps: UserSteps, module: Any, run: BatchRun, joined: tuple[Tensor, ...], is_tuple: bool, tolerance: float
 ) -> Finding:
     draws, traces = _Draws(run.whole.seed), StepTraces(steps, module)
+    numbers = Watch()
     try:
         with draws:
-            whole = steps.try_once(run.whole, joined, is_tuple)
+            whole = steps.try_once(run.whole, joined, is_tuple, numbers.begin)
     except OUT_OF_MEMORY:
         raise
     except Exception as raised:
@@ -121,7 +129,9 @@ def _compared(
     outputs = _outputs_of_parts(run, joined)
     # The micro-batches draw what the whole batch has drawn, each its rows.
     alike = [dataclasses.replace(each, seed=run.whole.seed) for each in run.micro_batches]
-    pieces = _tried_parts(steps, draws, alike, outputs, is_tuple, lambda part: traces.note(part.size))
+    pieces = _tried_parts(
+        steps, draws, alike, outputs, is_tuple, lambda part: traces.note(part.size), numbers.begin
+    )
     if isinstance(pieces, Finding):
         return pieces
     total = sum(run.sizes)
@@ -165,6 +175,9 @@ def _compared(
         return found
     fitting = found
     left_as_trained = traces.taken()
+    bends, may_not = numbers.bends_of_batch(whole.operations)
+    if may_not is None:
+        may_not = _decides(steps, run, joined, is_tuple, tolerance, whole, numbers)
     best = best_of(fitting)
     assert best is not None
     shares = normalized(weights[best], best)
@@ -176,6 +189,8 @@ def _compared(
         factors=factors,
         fitting=fitting,
         considered=frozenset(weights),
+        bends=bends,
+        may_not=may_not,
         relative_error=error,
         draws_for_batch=draws.are_for_batch,
         draws_for_samples=draws.are_for_samples,
@@ -194,11 +209,13 @@ def _tried_parts(
     outputs: Sequence[tuple[Tensor, ...]],
     is_tuple: bool,
     note: Callable[[MicroBatch], None] = lambda _: None,
+    watched_by: Callable[[Sequence[Tensor]], AbstractContextManager[object]] = lambda _: nullcontext(),
 ) -> list[Tried] | Finding:
     """Run the step on each part of a batch, on its rows of what the whole batch has drawn.
 
     Args:
         note: Is told of each part that has run.
+        watched_by: A context of each step, for the tensors that it is given.
 
     Returns:
         What is found where one of them gives no loss.
@@ -208,7 +225,7 @@ def _tried_parts(
     for part, own in zip(parts, outputs, strict=True):
         try:
             with draws.replayed(begin, part.size, total):
-                pieces.append(steps.try_once(part, own, is_tuple))
+                pieces.append(steps.try_once(part, own, is_tuple, watched_by))
             note(part)
         except OUT_OF_MEMORY:
             raise
@@ -274,6 +291,62 @@ def _as_trained(
     if still:
         return still
     return Finding(why_not=UNEXPLAINED, relative_error=error)
+
+
+def _decides(
+    steps: UserSteps,
+    run: BatchRun,
+    joined: tuple[Tensor, ...],
+    is_tuple: bool,
+    tolerance: float,
+    whole: Tried,
+    numbers: Watch,
+) -> str | None:
+    """The question of a batch by whose answer the step goes on otherwise, in words; None if there is none."""
+    questions = numbers.questions_of_batch()[:MOST_QUESTIONS]
+
+    def answered(answers: Mapping[Use, Callable[[Any], Any]]) -> Tried | None:
+        watch = functools.partial(BatchNumbers, answers=answers)
+        try:
+            return steps.try_once(dataclasses.replace(run.whole), joined, is_tuple, watch, is_known=True)
+        except OUT_OF_MEMORY:
+            raise
+        except Exception:  # it does not go on with that answer
+            forget_failed_backward()
+            return None
+
+    again = answered({}) if questions else None
+    if again is None or not _is_same(whole, again, tolerance):  # it does not go on alike twice
+        return None
+    for use in questions:
+        found = [tried for answer in other_answers(use) if (tried := answered({use: answer})) is not None]
+        differs = [not _is_same(whole, tried, tolerance) for tried in found]
+        # A number that a loss is divided by makes another one of each.
+        is_alike = use.function in COMPARISONS or not all(differs) or _has_twins(found, tolerance)
+        if any(differs) and is_alike:
+            return f"it decides by a number of the whole batch in {use.line}"
+    return None
+
+
+def _has_twins(found: Sequence[Tried], tolerance: float) -> bool:
+    return any(_is_same(one, other, tolerance) for one, other in itertools.combinations(found, 2))
+
+
+def _is_same(one: Tried, other: Tried, tolerance: float) -> bool:
+    """Whether two runs of a step on the same batch have one loss, and pass the same to the layers."""
+    if not abs(one.loss - other.loss) <= tolerance * abs(one.loss):
+        return False
+    for own, others in ((one.passed, other.passed), (one.gradients, other.gradients)):
+        for mine, theirs in zip(own, others, strict=True):
+            if (mine is None) != (theirs is None):
+                return False
+            if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
+                wide = [as_real(tensor.detach()).double() for tensor in (mine, theirs)]
+                if wide[0].shape != wide[1].shape or not bool(
+                    (wide[0] - wide[1]).norm() <= tolerance * wide[0].norm()
+                ):
+                    return False
+    return True
 
 
 def _rows_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
 from typing import Any
@@ -41,8 +41,10 @@ from lightning_madpipe.steps.loss_signs import (
     MOST_TIMES_NEW,
     Attributes,
     ClassWeights,
+    LossGraph,
     UntriedLossError,
     graph_of,
+    kind_of,
 )
 from lightning_madpipe.steps.losses import Tried
 from lightning_madpipe.steps.micro_batches import LogCall, MicroBatch
@@ -119,6 +121,11 @@ class UserSteps:
         self._tried: set[tuple[str, str]] = set()
         """Operations in losses that were tried."""
         self.class_weights = ClassWeights()
+        self.bends: frozenset[str] = frozenset()
+        """Kinds of nodes of which all micro-batches of a batch have to be on one side."""
+        self._sides: tuple[str, ...] = ()
+        """Where the first micro-batch of this batch is."""
+        self._num_bent = 0
         self._tried_names: set[str] = set()
         """Names of numbers that tried steps have logged or returned."""
         self._times_new = 0
@@ -372,6 +379,17 @@ class UserSteps:
             self._give_up(micro_batch)
         if self.class_weights.are_others(graph.class_weights):
             self._give_up(micro_batch)
+        self._check_sides(micro_batch, graph)
+
+    def _check_sides(self, micro_batch: MicroBatch, graph: LossGraph) -> None:
+        """Give the batch up if it lies on two sides of a threshold: it is no mean then."""
+        sides = tuple(name for name in graph.bends if kind_of(name.split()[0]) in self.bends)
+        if micro_batch.place == 0:
+            self._sides = sides
+        elif sides != self._sides and not micro_batch.is_retried and self._num_bent < MOST_TIMES_NEW:
+            micro_batch.is_retried = True
+            self._num_bent += 1
+            self._give_up(micro_batch)
 
     def _check_names(self, micro_batch: MicroBatch) -> None:
         """Give the batch up if it logs or returns a number that none has that was tried."""
@@ -464,10 +482,22 @@ class UserSteps:
         for dims in gather_objects(self._dims, group):
             self._dims.update(dims)
 
-    def try_once(self, micro_batch: MicroBatch, outputs: tuple[Tensor, ...], is_tuple: bool) -> Tried:
+    def try_once(
+        self,
+        micro_batch: MicroBatch,
+        outputs: tuple[Tensor, ...],
+        is_tuple: bool,
+        watched_by: Callable[[Sequence[Tensor]], AbstractContextManager[object]] = lambda _: nullcontext(),
+        *,
+        is_known: bool = False,
+    ) -> Tried:
         """Run the step on copies of ``outputs``, to know its loss, their gradients and what it logs.
 
         Within a rehearsal.
+
+        Args:
+            watched_by: A context of the step, for the tensors that it is given.
+            is_known: Whether what the loss does here is no loss that is trained.
 
         Raises:
             Exception: whatever the step raises.
@@ -491,7 +521,8 @@ class UserSteps:
             return self.call.answer(given if is_tuple else given[0], arguments, keywords)
 
         def left_out(name: str, _: str) -> None:
-            self._tried_names.add(name)
+            if not is_known:
+                self._tried_names.add(name)
 
         def log(*arguments: Any, **keywords: Any) -> None:
             log_call = self._logs.checked(micro_batch, arguments, keywords, left_out)
@@ -500,7 +531,8 @@ class UserSteps:
 
         with torch.enable_grad():
             start = _now(self._module.device)
-            with nullcontext() if states is None else states.undone():
+            watch = watched_by([*tensors_of(micro_batch.data), *given])
+            with nullcontext() if states is None else states.undone(), watch:
                 returned = self._runs.run(
                     micro_batch,
                     answer,
@@ -515,10 +547,11 @@ class UserSteps:
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad or len(passed) != 1:
                 raise NoLossError
             graph = graph_of(loss, ends)
-            self._tried |= graph.operations
-            self.class_weights.note(graph.class_weights)
             kept = _detached(returned) if micro_batch.keeps_returned else None
-            self._tried_names |= names_of_numbers(logged, kept)
+            if not is_known:
+                self._tried |= graph.operations
+                self.class_weights.note(graph.class_weights)
+                self._tried_names |= names_of_numbers(logged, kept)
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
             found = iter(torch.autograd.grad(loss.reshape(()), wanted, allow_unused=True))
             gradients = tuple(next(found) if leaf.requires_grad else None for leaf in leaves)
@@ -531,6 +564,7 @@ class UserSteps:
             log_calls=logged,
             returned=kept,
             seconds=(middle - start, end - middle),
+            operations=frozenset(name for pair in graph.operations for name in pair),
         )
 
     def _loss_or_error(self, outputs: Any, micro_batch: MicroBatch, *, is_behind: bool = False) -> Tensor:

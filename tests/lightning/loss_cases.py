@@ -301,6 +301,33 @@ class Hinged(Layers):
         return F.cross_entropy(logits, y) + F.relu(logits.abs().mean() - 0.5)
 
 
+class OnBothSides(Layers):
+    """The absolute value of a mean, which has one sign in some batches, the other one in some, and both in one."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        logits = self(x)
+        return F.cross_entropy(logits, y) + (logits.mean() + x[:, 0].mean()).abs()
+
+
+class OfFeatures(Layers):
+    """A penalty of the means over the batch, which no batch has at first."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        logits = self(x)
+        return F.cross_entropy(logits, y) + F.relu((logits * x[:, :1].abs()).mean(0) - 2.0).sum()
+
+
+class ByCounts(Layers):
+    """Doubles the loss of a batch that has many samples of a class, which no micro-batch has."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        return loss * 2 if (y == 0).sum() > 5 else loss
+
+
 class HardestLater(Layers):
     """Takes the hardest samples from a step on, more than a micro-batch has."""
 
@@ -732,6 +759,30 @@ def with_outliers(num: int) -> TensorDataset:
     return TensorDataset(x, y)
 
 
+def with_signs(num: int) -> TensorDataset:
+    """Batches of 16 whose first feature is positive, negative, and of both signs in the seventh."""
+    x, y = labelled(num).tensors
+    batch, signs = torch.arange(num) // 16, 1.0 - torch.arange(num) // 16 % 2 * 2
+    x = x.clone()
+    x[:, 0] = torch.where(batch == 6, torch.where(torch.arange(num) % 16 < 10, 1.0, -1.0), signs)
+    return TensorDataset(x, y)
+
+
+def with_means(num: int) -> TensorDataset:
+    """Samples of the seventh batch of 16 are larger."""
+    x, y = labelled(num).tensors
+    return TensorDataset(torch.where((torch.arange(num) // 16 == 6)[:, None], x * 6, x), y)
+
+
+def with_a_common_class(num: int) -> TensorDataset:
+    """Of the third and the seventh batch of 16, six are of the first class, and else one of each four."""
+    x, y = labelled(num).tensors
+    common = torch.isin(torch.arange(num) // 16, torch.tensor([2, 6]))
+    place = torch.arange(num) % 16
+    few = torch.where(place % 4 == 0, 0, y.clamp(min=1))
+    return TensorDataset(x, torch.where(common & (place % 8 == 1), 0, few))
+
+
 def later_padding(num: int) -> TensorDataset:
     return TensorDataset(later_missing(num).tensors[0], labelled(num).tensors[1])
 
@@ -780,6 +831,9 @@ def losses(host: Host) -> dict[str, Any]:
         "clamped": lambda: fitted(host, Clamped, with_outliers(64), max_epochs=1, batch_size=4),
         "flooded": lambda: fitted(host, Flooded, labelled(64), max_epochs=1, batch_size=4),
         "hinged": lambda: fitted(host, Hinged, labelled(64), max_epochs=1, batch_size=4),
+        "on both sides": lambda: fitted(host, OnBothSides, with_signs(160), max_epochs=1),
+        "of features": lambda: fitted(host, OfFeatures, with_means(160), max_epochs=1),
+        "by counts": lambda: fitted(host, ByCounts, with_a_common_class(160), max_epochs=1),
         "hardest later": lambda: fitted(host, HardestLater, labelled(96), max_epochs=1),
         "named late": lambda: fitted(host, NamedLate, labelled(54), max_epochs=1),
         "in place": lambda: fitted(host, InPlace, labelled(54), labelled(21, 3)),
