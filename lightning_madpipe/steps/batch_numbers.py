@@ -5,8 +5,8 @@ batch. On one side of the threshold the loss is the mean of those of its micro-b
 two sides, it is another one. A trial of one batch need not show that, so the step is watched while it is tried:
 
 - A *bend* is a function such as ``abs`` of something that depends on the outputs, with a gradient.
-- A *question* is a comparison, or a number that Python is given. It counts if the step goes on otherwise with
-  another answer, which is tried.
+- A *question* is a comparison, a number that Python is given, or one without a gradient that has a threshold or
+  divides. It counts if the step goes on otherwise with another answer, which is tried.
 
 Either belongs to the batch if each micro-batch has it again: what is done for each sample is done as often for all
 micro-batches together as for the batch.
@@ -40,6 +40,8 @@ BENDS = frozenset((
     "_prelu_kernel", "smooth_l1_loss", "softplus", "softshrink", "sort", "threshold", "topk",
 ))  # fmt: skip
 """Functions that are linear for some numbers, and others elsewhere."""
+CHOICES = frozenset(("where", "masked_fill"))
+"""Bends by a comparison, which is a question of its own."""
 COMPARISONS = frozenset(("eq", "ge", "gt", "le", "lt", "ne"))
 NUMBER = "_local_scalar_dense"
 """What gives Python a number of a tensor."""
@@ -60,13 +62,19 @@ class BatchNumbers(TorchDispatchMode):
     """Notes bends and questions of a step.
 
     Args:
-        given: The tensors of the batch, and the outputs of the layers.
+        data: The tensors of the batch.
+        outputs: Those that the layers return.
         answers: Other answers to questions: what gives a number for the number that it was, or turns a comparison.
     """
 
-    def __init__(self, given: Sequence[Tensor], answers: Mapping[Use, Callable[[Any], Any]] | None = None) -> None:
+    def __init__(
+        self,
+        data: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        answers: Mapping[Use, Callable[[Any], Any]] | None = None,
+    ) -> None:
         super().__init__()
-        self._origins = Origins(given)
+        self._of_batch, self._of_outputs = Origins([*data, *outputs]), Origins(outputs)
         self._answers = answers or {}
         self.bends: dict[Use, list[int]] = defaultdict(list)
         """How many numbers each was given."""
@@ -78,21 +86,33 @@ class BatchNumbers(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::").rstrip("_")
         result = func(*args, **kwargs)
-        if not self._origins.follow(func, args, kwargs, result):
+        self._of_outputs.follow(func, args, kwargs, result)
+        if not self._of_batch.follow(func, args, kwargs, result):
             return result
         if name in BENDS and torch.is_grad_enabled() and _needs_gradient(args, kwargs):
             self._note_bend(Use(name, _line()), args, kwargs, result)
-        elif name in COMPARISONS and not _is_plain(name, args):
+        elif (numel := self._asks(name, args, result)) > 0:
             use = Use(name, _line())
-            self.questions[use].append(result.numel())
-            if use in self._answers:
-                return self._answers[use](result)
-        elif name == NUMBER and args[0].dtype != torch.bool:
-            use = Use(name, _line())
-            self.questions[use].append(1)
+            self.questions[use].append(numel)
             if use in self._answers:
                 return self._answers[use](result)
         return result
+
+    def _asks(self, name: str, args: Any, result: Any) -> int:
+        """How many numbers a function asks for; 0: it is no question."""
+        if name in COMPARISONS:
+            return 0 if _is_plain(name, args) else result.numel()
+        if name == NUMBER:
+            return int(args[0].dtype != torch.bool)
+        if not isinstance(result, Tensor) or not result.is_floating_point():
+            return 0
+        if name == "div":  # by how many outputs are of some kind; what counts labels is told by batches
+            divisor = args[1]
+            is_number = isinstance(divisor, Tensor) and divisor.numel() == 1 and not divisor.requires_grad
+            return int(is_number and self._of_outputs.has(divisor))
+        if name in CHOICES or name not in BENDS or _protects(name, args):
+            return 0
+        return int(args[0].numel())
 
     def _note_bend(self, use: Use, args: Any, kwargs: Any, result: Any) -> None:
         is_of_result = use.function in ("maximum", "minimum", "where", "masked_fill")
@@ -103,6 +123,14 @@ class BatchNumbers(TorchDispatchMode):
             if use.function in ("maximum", "minimum"):
                 value = value - args[1].detach()
             self.values[use].append(float(value))
+
+
+def _protects(name: str, args: Any) -> bool:
+    """Whether this keeps a number from 0, such as a count of labels by which a loss is divided."""
+    if name not in ("clamp", "clamp_min") or any(bound is not None for bound in args[2:]):
+        return False
+    low = args[1] if len(args) > 1 else None
+    return isinstance(low, int | float) and 0 <= low <= 1
 
 
 def _needs_gradient(args: Any, kwargs: Any) -> bool:
@@ -139,9 +167,9 @@ class Watch:
     def __init__(self) -> None:
         self._seen: list[BatchNumbers] = []
 
-    def begin(self, given: Sequence[Tensor]) -> BatchNumbers:
+    def begin(self, data: Sequence[Tensor], outputs: Sequence[Tensor]) -> BatchNumbers:
         """The context of the next run of the step, first on the batch and then on its parts."""
-        self._seen.append(BatchNumbers(given))
+        self._seen.append(BatchNumbers(data, outputs))
         return self._seen[-1]
 
     def bends_of_batch(self, operations: Collection[str]) -> tuple[frozenset[str], str | None]:
@@ -205,6 +233,9 @@ def other_answers(use: Use) -> Iterator[Callable[[Any], Any]]:
     """Other answers to a question."""
     if use.function in COMPARISONS:
         yield torch.logical_not
+        return
+    if use.function != NUMBER:
+        yield lambda numbers: numbers * FACTORS[1] + 1  # also of those that are 0 behind their threshold
         return
     for place in range(len(FACTORS)):
         yield functools.partial(_another, place=place)

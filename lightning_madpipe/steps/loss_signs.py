@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from types import NoneType
@@ -141,6 +142,8 @@ def _name_of(node: Any) -> str:
     name = node.name()
     if name == "MulBackward0":
         return f"{name} by 0" if _is_zero(node._saved_other) else name
+    if name in SELECTIONS:
+        return f"{name} of some" * _is_of_some(node) or name
     side = BENDS.get(kind_of(name))
     if side is None:
         return name
@@ -149,6 +152,15 @@ def _name_of(node: Any) -> str:
         return f"{name}{side(node)}"
     except RuntimeError:  # a backward has freed what it was
         return name
+
+
+def _is_of_some(node: Any) -> bool:
+    """Whether a selection leaves something out, such as samples of high losses: a mean is one of the others."""
+    try:
+        sizes = node._saved_self_sym_sizes if node.name() == "IndexBackward0" else node._saved_mask.shape
+        return math.prod(node._input_metadata[0].shape) < math.prod(sizes)
+    except RuntimeError:  # a backward has freed what it was
+        return False
 
 
 def kind_of(node: str) -> str:
@@ -171,6 +183,7 @@ def _side(value: Tensor, low: Any, high: Any) -> str:
         return " below" * (low is not None and number < low) + " above" * (high is not None and number > high)
 
 
+SELECTIONS = frozenset(("IndexBackward0", "MaskedSelectBackward0"))
 BENDS: dict[str, Callable[[Any], str]] = {
     **dict.fromkeys(("Clamp", "ClampMin", "ClampMax"), _of_clamp),
     "Hardtanh": lambda node: _side(node._saved_self, node._saved_min_val, node._saved_max_val),

@@ -22,7 +22,7 @@ from deepspeed_partition.profiling import LiveBytes
 from deepspeed_partition.profiling.failed_backward import forget_failed_backward
 from lightning_madpipe.compat.elsewhere import ElsewhereError
 from lightning_madpipe.module import outside_pipeline
-from lightning_madpipe.steps.batch_numbers import COMPARISONS, BatchNumbers, Use, Watch, other_answers
+from lightning_madpipe.steps.batch_numbers import NUMBER, BatchNumbers, Use, Watch, other_answers
 from lightning_madpipe.steps.batch_runs import WAY_OUT, BatchRun, cut_inputs
 from lightning_madpipe.steps.batches import join_pieces
 from lightning_madpipe.steps.logged_sizes import told_apart
@@ -209,13 +209,13 @@ def _tried_parts(
     outputs: Sequence[tuple[Tensor, ...]],
     is_tuple: bool,
     note: Callable[[MicroBatch], None] = lambda _: None,
-    watched_by: Callable[[Sequence[Tensor]], AbstractContextManager[object]] = lambda _: nullcontext(),
+    watched_by: Callable[..., AbstractContextManager[object]] = lambda *_: nullcontext(),
 ) -> list[Tried] | Finding:
     """Run the step on each part of a batch, on its rows of what the whole batch has drawn.
 
     Args:
         note: Is told of each part that has run.
-        watched_by: A context of each step, for the tensors that it is given.
+        watched_by: A context of each step, for the tensors of its part and the outputs.
 
     Returns:
         What is found where one of them gives no loss.
@@ -322,7 +322,7 @@ def _decides(
         found = [tried for answer in other_answers(use) if (tried := answered({use: answer})) is not None]
         differs = [not _is_same(whole, tried, tolerance) for tried in found]
         # A number that a loss is divided by makes another one of each.
-        is_alike = use.function in COMPARISONS or not all(differs) or _has_twins(found, tolerance)
+        is_alike = use.function != NUMBER or not all(differs) or _has_twins(found, tolerance)
         if any(differs) and is_alike:
             return f"it decides by a number of the whole batch in {use.line}"
     return None

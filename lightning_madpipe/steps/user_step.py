@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
 from typing import Any
@@ -487,7 +487,7 @@ class UserSteps:
         micro_batch: MicroBatch,
         outputs: tuple[Tensor, ...],
         is_tuple: bool,
-        watched_by: Callable[[Sequence[Tensor]], AbstractContextManager[object]] = lambda _: nullcontext(),
+        watched_by: Callable[..., AbstractContextManager[object]] = lambda *_: nullcontext(),
         *,
         is_known: bool = False,
     ) -> Tried:
@@ -496,7 +496,7 @@ class UserSteps:
         Within a rehearsal.
 
         Args:
-            watched_by: A context of the step, for the tensors that it is given.
+            watched_by: A context of the step, for the tensors of its batch and the outputs.
             is_known: Whether what the loss does here is no loss that is trained.
 
         Raises:
@@ -531,7 +531,7 @@ class UserSteps:
 
         with torch.enable_grad():
             start = _now(self._module.device)
-            watch = watched_by([*tensors_of(micro_batch.data), *given])
+            watch = watched_by(list(tensors_of(micro_batch.data)), given)
             with nullcontext() if states is None else states.undone(), watch:
                 returned = self._runs.run(
                     micro_batch,

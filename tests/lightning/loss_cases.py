@@ -328,6 +328,24 @@ class ByCounts(Layers):
         return loss * 2 if (y == 0).sum() > 5 else loss
 
 
+class Easy(Layers):
+    """A mean over the samples that are not too hard, which at first are all."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        wanted = F.one_hot(y, cases.NUM_CLASSES) * x.abs().amax(1, keepdim=True)
+        each = (self(x) - wanted).square().mean(1)
+        return each[each < 4.0].mean()
+
+
+class ScaledInputs(Layers):
+    """Scales the inputs of a batch that has a large one."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x / 2 if x.max() > 4 else x), y)
+
+
 class HardestLater(Layers):
     """Takes the hardest samples from a step on, more than a micro-batch has."""
 
@@ -834,6 +852,8 @@ def losses(host: Host) -> dict[str, Any]:
         "on both sides": lambda: fitted(host, OnBothSides, with_signs(160), max_epochs=1),
         "of features": lambda: fitted(host, OfFeatures, with_means(160), max_epochs=1),
         "by counts": lambda: fitted(host, ByCounts, with_a_common_class(160), max_epochs=1),
+        "easy": lambda: fitted(host, Easy, with_outliers(64), max_epochs=1, batch_size=4),
+        "scaled inputs": lambda: fitted(host, ScaledInputs, with_outliers(64), max_epochs=1, batch_size=4),
         "hardest later": lambda: fitted(host, HardestLater, labelled(96), max_epochs=1),
         "named late": lambda: fitted(host, NamedLate, labelled(54), max_epochs=1),
         "in place": lambda: fitted(host, InPlace, labelled(54), labelled(21, 3)),

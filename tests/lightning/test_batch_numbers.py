@@ -198,6 +198,17 @@ def scaled_if_high(o: Tensor, y: Tensor) -> Tensor:
     return loss if loss.item() < 20 else loss * 0.5
 
 
+def of_easy_ones(o: Tensor, y: Tensor) -> Tensor:
+    each = F.cross_entropy(o, y, reduction="none")
+    mask = (each < 20).float()
+    return (each * mask).sum() / mask.sum().clamp(min=1)
+
+
+def by_largest(o: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(o, y)
+    return loss / max(50.0, float(loss))
+
+
 BENT: dict[str, Loss] = {
     "features": lambda o, y: F.cross_entropy(o, y) + F.relu(o.mean(0) - 9).sum(),
     "deviations": lambda o, y: F.cross_entropy(o, y) + F.relu(o.std(0) - 9).sum(),
@@ -213,6 +224,10 @@ BENT: dict[str, Loss] = {
     "high": scaled_if_high,
     "multiplied": lambda o, y: F.cross_entropy(o, y) * (1 + (o.mean() > 9).float()),
     "filled": lambda o, y: F.cross_entropy(o, y).masked_fill(o.max() > 99, 0.0),
+    "of easy ones": of_easy_ones,
+    "by the largest": by_largest,
+    "weighted": lambda o, y: F.cross_entropy(o, y) * F.cross_entropy(o, y).detach().clamp(min=9),
+    "imbalanced": lambda o, y: F.cross_entropy(o, y) * (1 + F.relu((y == 0).float().mean() - 0.9)),
     "lower": lambda o, y: min(F.cross_entropy(o, y), o.sum() + 1e4),
     "chosen by a count": lambda o, y: torch.where((y == 0).sum() > 3, 2.0, 1.0) * F.cross_entropy(o, y),
 }

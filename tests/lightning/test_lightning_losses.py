@@ -77,6 +77,8 @@ FOUND: dict[str, tuple[bool, list[Any]]] = {
     "on both sides": (True, ["samples"]),
     "of features": (True, ["samples"]),
     "by counts": (True, ["samples"]),
+    "easy": (True, ["samples"]),
+    "scaled inputs": (True, ["samples"]),
     "hardest later": (True, ["samples"]),
     "named late": (False, ["samples"]),
     "in place": (False, ["samples"]),
