@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from array import array
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,41 +30,56 @@ from tests.engine.running import (
 from tests.engine.warm_up_cases import AFTER, WARM_UP, heard, leaves_nothing
 from tests.in_backward import in_backward
 
-FAILURES: list[str] = []
-"""What the next tries of a step fail at, on the rank that has the layer."""
+class Failures:
+    """What the next tries of a step fail at, on the rank that has the layer; no state of this layer's."""
+
+    __slots__ = ("left",)
+
+    def __init__(self) -> None:
+        self.left: list[str] = []
+
+
+FAILURES = Failures()
 
 
 def fails_in_backward(gradient: torch.Tensor) -> torch.Tensor:
-    if FAILURES and FAILURES[0].startswith("backward"):
+    if FAILURES.left and FAILURES.left[0].startswith("backward"):
         fail()
     return gradient
 
 
 def fail() -> None:
-    place, number = FAILURES[0].split()
+    place, number = FAILURES.left[0].split()
     if int(number) == 0:
-        FAILURES.pop(0)
+        FAILURES.left.pop(0)
         raise torch.cuda.OutOfMemoryError("tried to allocate more than there is")
-    FAILURES[0] = f"{place} {int(number) - 1}"
+    FAILURES.left[0] = f"{place} {int(number) - 1}"
 
 
 class Hungry(nn.Linear):
     """Runs out of memory where ``FAILURES`` says so."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if FAILURES and FAILURES[0].startswith("forward") and torch.is_grad_enabled():
+        if FAILURES.left and FAILURES.left[0].startswith("forward") and torch.is_grad_enabled():
             fail()
         return in_backward(super().forward(x), fails_in_backward)
 
 
 class Replacing(pipelines.Block):
-    """Its buffer is another tensor after each forward."""
+    """Its buffer is another tensor after each forward, and it counts its forwards."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.num_forwards, self.numbers, self.listed = 0, itertools.count(), array("i")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         before = self.seen
         outputs = super().forward(x)
         self.seen = before.clone()
-        return outputs
+        if torch.is_grad_enabled():
+            self.num_forwards += 1
+            self.listed.append(next(self.numbers))
+        return outputs * (1 + 0.01 * (self.num_forwards + len(self.listed) + sum(self.listed[-1:])))
 
 
 class InPlace(nn.Linear):
@@ -102,7 +119,7 @@ def out_of_memory_in_a_warm_up(_: Path) -> None:
         config = {**planned(cut(), warmup_steps=WARM_UP), "zero_optimization": {"stage": zero}}
         engine, _, _ = start(hungry(place), "madpipe", config, optimizer=two_groups)
         losses = train(engine, data[:1])
-        FAILURES[:] = failures if engine.module.stage_owner(place) == engine.stage_id else []
+        FAILURES.left[:] = failures if engine.module.stage_owner(place) == engine.stage_id else []
         with heard() as sentences:
             losses += train(engine, data[1:2])
             # A plan is made at once where nothing else is left.
@@ -115,7 +132,7 @@ def out_of_memory_in_a_warm_up(_: Path) -> None:
         assert len(falls) == len(failures), sentences
         assert all(word in each for word, each in zip(words, falls, strict=False)), falls
         same(losses, expected)
-        assert engine.module.parts == cut() and not FAILURES
+        assert engine.module.parts == cut() and not FAILURES.left
         # A step that was given up has not been: layers count their forwards, and seeds go by them.
         num_forwards = NUM_MICRO_BATCHES * len(data)
         counts = [value for name, value in all_tensors(engine).items() if name.endswith("seen")]
@@ -129,14 +146,14 @@ def fewer_in_flight_where_nothing_can_be_recomputed(_: Path) -> None:
     data = [batch[:3] for batch in batches(3)]
     config = {**planned(cut(), warmup_steps=2), "gradient_accumulation_steps": 3}
     engine, _, _ = start(hungry(0), "madpipe", config, optimizer=two_groups)
-    FAILURES[:] = ["backward 1", "forward 2"] if engine.is_first_stage() else []
+    FAILURES.left[:] = ["backward 1", "forward 2"] if engine.is_first_stage() else []
     with patch.object(warm_up, "can_recompute", lambda _: False), heard() as sentences:
         losses = train(engine, data)
     falls = [each for each in sentences if "ran out of memory" in each]
     most = ["more than 1 micro-batch in flight", "one by one"] if two() else ["more than 2", "more than 1"]
     assert len(falls) == 2 and all(word in each for word, each in zip(most, falls, strict=True)), falls
     same(losses, train_alone(hungry(0), data, two_groups))
-    assert engine.module.parts == cut() and not FAILURES
+    assert engine.module.parts == cut() and not FAILURES.left
 
 
 def replicas_give_a_step_up_together(_: Path) -> None:
@@ -146,10 +163,10 @@ def replicas_give_a_step_up_together(_: Path) -> None:
     config = {**planned([0, 2, 8], warmup_steps=WARM_UP), "zero_optimization": {"stage": 1}}
     engine, _, _ = start(hungry(7), "madpipe", config, optimizer=two_groups, num_stages=2)
     losses = train(engine, data[:1])
-    FAILURES[:] = ["forward 1", "backward 1"] if engine.grid.data_parallel_id == 1 else []
+    FAILURES.left[:] = ["forward 1", "backward 1"] if engine.grid.data_parallel_id == 1 else []
     with heard() as sentences:
         losses += train(engine, data[1:])
-    FAILURES.clear()
+    FAILURES.left.clear()
     same(losses, expected)
     assert sum("ran out of memory" in each for each in sentences) == 2
     assert engine.module.parts == [0, 2, 8]
@@ -172,7 +189,7 @@ def what_was_done_stays_done_where_no_plan_fits(_: Path) -> None:
     data = batches(WARM_UP + AFTER)
     config = planned("madpipe", warmup_steps=WARM_UP, memory=30_000, weight_copies=100)
     engine, _, _ = start(hungry(0), "madpipe", config, optimizer=two_groups)
-    FAILURES[:] = ["forward 0", "forward 1"] if engine.is_first_stage() else []
+    FAILURES.left[:] = ["forward 0", "forward 1"] if engine.is_first_stage() else []
     with heard() as sentences:
         losses = train(engine, data[:-1])
     assert any("no plan fits, and training goes on" in each for each in sentences), sentences
@@ -188,7 +205,7 @@ def layers_that_recompute_from_the_start(_: Path) -> None:
     """The first step does not fit: what layers keep is measured one by one when all else is known."""
     data = batches(WARM_UP + 1)
     engine, _, _ = start(hungry(0), "madpipe", planned(cut(), warmup_steps=WARM_UP), optimizer=two_groups)
-    FAILURES[:] = ["forward 0"] if engine.is_first_stage() else []
+    FAILURES.left[:] = ["forward 0"] if engine.is_first_stage() else []
     with heard() as sentences:
         losses = train(engine, data)
     assert any("not all layers were measured in training (layers run again" in each for each in sentences)
@@ -205,7 +222,7 @@ def a_long_warm_up(_: Path) -> None:
     """Only so many steps are timed; what was done for want of memory stays done."""
     data = batches(4)
     engine, _, _ = start(hungry(0), "madpipe", planned(cut(), warmup_steps=4), optimizer=two_groups)
-    FAILURES[:] = ["forward 0"] if engine.is_first_stage() else []
+    FAILURES.left[:] = ["forward 0"] if engine.is_first_stage() else []
     with patch.object(warm_up, "NUM_MEASURED_STEPS", 2), patch.object(warm_up, "checkpoint") as checkpoint:
         checkpoint.side_effect = lambda function, inputs, **_: function(inputs)
         num_recomputed = []

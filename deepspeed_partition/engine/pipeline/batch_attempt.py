@@ -16,13 +16,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from torch import nn
 
 from deepspeed_partition.engine.pipeline.batch_state import Remembering
+from deepspeed_partition.engine.pipeline.before_step import SMALL_BYTES
 from deepspeed_partition.engine.runtime.autograd_boundary import Boundary, tensors_of
 from deepspeed_partition.engine.runtime.boundary_shapes import Shapes, ShapesDifferError
 from deepspeed_partition.engine.runtime.collectives import any_bits, gather_objects, portable
 from deepspeed_partition.engine.runtime.first_failure import raised_by_all
 from deepspeed_partition.engine.runtime.watch import watch
+from deepspeed_partition.profiling.attributes import HeldState
 from deepspeed_partition.schedule.instructions import Compute, Instruction, Message
 
 if TYPE_CHECKING:
@@ -266,10 +269,12 @@ class Attempt:
 
     Args:
         engine: between two steps, whose data iterator is the one that the step will read.
+        held: What the layers and the loss function hold, for all steps on this cut.
     """
 
-    def __init__(self, engine: MadPipeEngine) -> None:
+    def __init__(self, engine: MadPipeEngine, held: HeldState) -> None:
         self._engine = engine
+        self._put_held_back = held.remembered(buffers=False, copies=_is_small)
         self._backlogs = engine.batch_data.backlogs
         self._data: Remembering | None = None
         if engine.data_iterator is not None and (engine.is_first_stage() or engine.is_last_stage()):
@@ -281,9 +286,16 @@ class Attempt:
             self._engine.data_iterator = self._data.iterator
 
     def undo(self) -> None:
-        """Give the data back. The rest was put back when the step was given up."""
+        """Give the data back, and what layers and the loss hold; the rest was put back when it was given up."""
         engine = self._engine
+        self._put_held_back(())
         engine.batch_data.backlogs = self._backlogs
         if self._data is not None:
             engine.data_iterator = engine.batch_data.give_again(self._data.taken, self._data.iterator)
         get_accelerator().empty_cache()
+
+
+def _is_small(value: Any) -> bool:
+    """Whether a tensor or an array may be what a layer counts in, and none that it has computed."""
+    is_computed = getattr(value, "grad_fn", None) is not None or isinstance(value, nn.Parameter)
+    return bool(value.nbytes <= SMALL_BYTES) and not is_computed

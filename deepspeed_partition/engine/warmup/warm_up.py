@@ -33,6 +33,7 @@ from deepspeed_partition.engine.warmup.stage_profiler import Measuring
 from deepspeed_partition.layer_calls import stand_in
 from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.planner.units import counted, format_bytes
+from deepspeed_partition.profiling.attributes import HeldState
 from deepspeed_partition.profiling.in_place import NUM_DROPPED, InPlaceClock
 from deepspeed_partition.schedule.instructions import Instruction
 
@@ -91,7 +92,7 @@ class WarmUp:
             self._begin()
         while not self.ran_out_of_memory and (self.goes_on or not self._is_over()):
             # What fits in so many steps fits in the others; to be able to undo a step has its price.
-            attempt = self._attempt = Attempt(self._engine) if self._measures else None
+            attempt = self._attempt = Attempt(self._engine, self._held) if self._measures else None
             try:
                 with self._measured_step() as measuring, self._stand_ins(measuring):
                     trained = (step(),)
@@ -173,6 +174,12 @@ class WarmUp:
         """Whether any rank has a layer that can, and does not already."""
         functions = () if self._engine.module.activation_checkpoint_interval else self._engine.module.forward_funcs
         return any(gather_objects(any(map(can_recompute, functions))))
+
+    @functools.cached_property
+    def _held(self) -> HeldState:
+        """What the layers of this rank and the loss function hold, which is looked for once."""
+        module = self._engine.module
+        return HeldState([*module.forward_funcs, *filter(None, [module.loss_fn])])
 
     @property
     def _measures(self) -> bool:
