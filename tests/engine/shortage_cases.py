@@ -30,6 +30,7 @@ from tests.engine.running import (
 from tests.engine.warm_up_cases import AFTER, WARM_UP, heard, leaves_nothing
 from tests.in_backward import in_backward
 
+
 class Failures:
     """What the next tries of a step fail at, on the rank that has the layer; no state of this layer's."""
 

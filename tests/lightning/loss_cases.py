@@ -565,16 +565,24 @@ class Hungry(cases.Block):
     """Runs out of memory in training where ``FAILURES`` says so."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if FAILURES and torch.is_grad_enabled():
-            FAILURES[0] -= 1
-            if FAILURES[0] < 0:
-                FAILURES.pop(0)
+        if FAILURES.left and torch.is_grad_enabled():
+            FAILURES.left[0] -= 1
+            if FAILURES.left[0] < 0:
+                FAILURES.left.pop(0)
                 raise torch.cuda.OutOfMemoryError("tried to allocate more than there is")
         return super().forward(x)
 
 
-FAILURES: list[int] = []
-"""How many forwards go well before each that runs out of memory."""
+class Failures:
+    """How many forwards go well before each that runs out of memory; no state of the layer that it meets."""
+
+    __slots__ = ("left",)
+
+    def __init__(self) -> None:
+        self.left: list[int] = []
+
+
+FAILURES = Failures()
 
 
 class HungryContrastive(Contrastive):
@@ -925,13 +933,13 @@ def moved(host: Host) -> dict[str, Any]:
 
 def given_up(host: Host) -> dict[str, Any]:
     """Steps of a warm-up run out of memory in a first and in a later micro-batch, and run again."""
-    FAILURES[:] = [1, 3] if host.pipelined else []
+    FAILURES.left = [1, 3] if host.pipelined else []
     strategy = {"algorithm": [0, 2, 8], "warmup_steps": 4}
     found = fitted(host, HungryContrastive, labelled(54), max_epochs=2, strategy=strategy)
     if host.pipelined:
         said = [sentence for sentence in found["found"]["said"] if "ran out of memory" in sentence]
         assert len(said) in (0, 2), said  # rank 0 says them
-    FAILURES.clear()
+    FAILURES.left = []
     return found
 
 

@@ -179,7 +179,8 @@ class WarmUp:
     def _held(self) -> HeldState:
         """What the layers of this rank and the loss function hold, which is looked for once."""
         module = self._engine.module
-        return HeldState([*module.forward_funcs, *filter(None, [module.loss_fn])])
+        loss_fn = module.loss_fn if self._engine.when_given_up is None else None  # else its host puts back its own
+        return HeldState([*module.forward_funcs, *filter(None, [loss_fn])])
 
     @property
     def _measures(self) -> bool:
