@@ -75,6 +75,7 @@ from lightning_madpipe.steps.layer_comparison import LayerComparison
 from lightning_madpipe.steps.loss_mode import LOSSES
 from lightning_madpipe.steps.metrics import gather_between_pipelines
 from lightning_madpipe.steps.own_generators import states_for_hook
+from lightning_madpipe.steps.rank_of_step import tell_of_local_rank
 from lightning_madpipe.steps.runner import BatchRunner
 from lightning_madpipe.steps.user_step import UserSteps
 from lightning_madpipe.steps.what_layers_set import LayerTraces, left_by_code
@@ -325,6 +326,14 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
     def global_rank(self) -> int:
         """This process's number; in a step of the user's that of the process which its pipeline stands for."""
         return super().global_rank if self.rank_in_step is None else self.rank_in_step
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its node, by which it has its device, in steps, too."""
+        number = int(super().local_rank)
+        if self.rank_in_step == 0 and number:
+            tell_of_local_rank(number)
+        return number
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:

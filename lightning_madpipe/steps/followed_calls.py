@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensor
@@ -21,6 +21,7 @@ from lightning_madpipe.finding.step_call import call_among, trained
 from lightning_madpipe.module import PipelineCall
 from lightning_madpipe.steps.batches import tensors_of, with_own_objects
 from lightning_madpipe.steps.own_generators import OwnGenerators
+from lightning_madpipe.steps.rank_of_step import told_as_process
 from lightning_madpipe.steps.step_side_effects import Leftovers
 
 
@@ -92,7 +93,8 @@ def without_data_undone(module: Any, lightning: Lightning) -> Iterator[None]:
     """
     before = Leftovers(module, vars(lightning.module_class()), undoable=True)
     try:
-        yield
+        with _told_rank_0(module):
+            yield
     finally:
         before.undo(lambda change: any(isinstance(tensor, FakeTensor) for tensor in tensors_of(change.value)))
 
@@ -108,8 +110,14 @@ def undone(module: Any, lightning: Lightning) -> Iterator[None]:
         trained_before = [(weight, weight.requires_grad) for weight in module.parameters()]
         before = Leftovers(module, of_host, undoable=True)  # which keeps iterators that can be put back
         try:
-            yield
+            with _told_rank_0(module):
+                yield
         finally:
             before.undo()
             for weight, requires_grad in trained_before:
                 weight.requires_grad = requires_grad
+
+
+def _told_rank_0(module: Any) -> AbstractContextManager[None]:
+    """A context in which what is captured goes by one rank on all ranks, which are to find the same layers."""
+    return told_as_process("forward()", module.trainer.strategy, 0)

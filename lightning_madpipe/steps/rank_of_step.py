@@ -9,10 +9,14 @@ each rank, and are told the true one.
 from __future__ import annotations
 
 import functools
+import linecache
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -34,6 +38,13 @@ NOT_HERE = (
     "hook that is given what the step returns, such as on_train_batch_end, which rank 0 runs, too"
 )
 
+LOCAL_RANK = (
+    "a step compares its local_rank at {line}: in a pipeline it runs on the last stage, whose local rank is "
+    "{own}, by which it has its device, and never on local rank 0. self.trainer.is_global_zero and "
+    "self.global_rank == 0 are as in one process there"
+)
+_COMPARED = re.compile(r"local_rank\s*(==|!=|<|>|in\b|not\b)|(==|!=|<|>|\bnot)\s*[\w.]*local_rank\b")
+
 
 @contextmanager
 def told_as_process(step: str, strategy: Any, rank: int) -> Iterator[None]:
@@ -43,7 +54,7 @@ def told_as_process(step: str, strategy: Any, rank: int) -> Iterator[None]:
         step: The name of the step.
         strategy: Lightning's.
     """
-    own = dist.get_rank()
+    own = dist.get_rank() if dist.is_initialized() else rank
     if own == rank:
         yield
         return
@@ -68,6 +79,18 @@ def told_as_process(step: str, strategy: Any, rank: int) -> Iterator[None]:
         for each, rank_before in zip(decorators, before, strict=True):
             each.rank = rank_before
         strategy.rank_in_step = before_in_step
+
+
+def tell_of_local_rank(own: int) -> None:
+    """Tell once of code of the user's that a step runs and that compares its local rank with a number."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (frame.f_globals.get("__name__") or "").partition(".")[0] in _NOT_OF_THE_USER:
+        frame = frame.f_back
+    if frame is None:
+        return
+    if _COMPARED.search(linecache.getline(frame.f_code.co_filename, frame.f_lineno)):
+        line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        warn_once(f"local rank/{line}", LOCAL_RANK.format(line=line, own=own))
 
 
 def _get_rank(get_rank: Callable[..., int], rank: int) -> Callable[..., int]:

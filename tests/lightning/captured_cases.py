@@ -971,6 +971,25 @@ def auxiliary_head(host: cases.Host) -> dict[str, Any]:
     return trained(host, AuxiliaryHead, cases.loader(NUM_SAMPLES))
 
 
+class AsksForRank(AuxiliaryHead):
+    """Does otherwise on rank 0, between its layers."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = torch.tanh(self.first(x))
+        if self.trainer.is_global_zero:
+            hidden = 1.5 * hidden
+        found = torch.tanh(self.second(hidden))
+        if self.trainer.is_global_zero:  # which is behind the cut
+            found = 1.5 * found
+        found = self.head(found)
+        return (found, self.auxiliary(hidden)) if self.training else found
+
+
+def rank_in_forward(host: cases.Host) -> dict[str, Any]:
+    """Each rank found the layers of its own rank: losses were 1.4 % off, and nothing was said."""
+    return trained(host, AsksForRank, cases.loader(NUM_SAMPLES))
+
+
 class Lazy(Sgd):
     """Has weights without shapes."""
 
@@ -1639,6 +1658,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         drawing_blocks,
         frozen_backbone,
         auxiliary_head,
+        rank_in_forward,
         lazy_after_a_batch,
     ],
     4: [],

@@ -21,6 +21,7 @@ from torchmetrics import Metric
 from deepspeed_partition.profiling import LiveBytes
 from lightning_madpipe.compat.elsewhere import Elsewhere
 from lightning_madpipe.module import HOLDER, PipelineHolder, find_layers
+from lightning_madpipe.steps import rank_of_step
 from lightning_madpipe.steps.batch_runs import dims_of_outputs
 from lightning_madpipe.steps.batches import UncutBatchError, join_pieces, map_children, split_batch
 from lightning_madpipe.steps.logged_sizes import LoggedSizes
@@ -170,6 +171,21 @@ def test_a_step_of_another_pipeline_is_not_told_that_it_is_rank_0(four: Records)
     found = {each["pipeline"]: each["ways"] for each in (rank["ranks_of_pipelines"] for rank in four.ranks)}
     ways = ["decorator", "training, Trainer", "training, module", "training, rank", "training, torch"]
     assert found == {0: ways, 1: []}
+
+
+def test_a_step_that_compares_its_local_rank_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stood behind ``if self.local_rank == 0:`` ran nowhere, and nothing was said."""
+    said: list[str] = []
+    monkeypatch.setattr(rank_of_step, "warn_once", lambda _, sentence: said.append(sentence))
+    code = "class Strategy:\n    @property\n    def local_rank(self):\n        tell(1)\n        return 1"
+    host: dict[str, Any] = {"__name__": "lightning.strategies", "tell": rank_of_step.tell_of_local_rank}
+    exec(code, host)
+    strategy = host["Strategy"]()
+    assert str(torch.device("cuda", strategy.local_rank)) == "cuda:1" and not said
+    assert strategy.local_rank != 0
+    if not strategy.local_rank:
+        raise AssertionError
+    assert len(said) == 2 and "the last stage, whose local rank is 1" in said[0]
 
 
 def test_what_cannot_be_sent_is_named_and_stays(two: Records) -> None:
