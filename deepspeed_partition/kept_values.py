@@ -10,7 +10,6 @@ from __future__ import annotations
 import array
 import ast
 import copy
-import ctypes
 import io
 import itertools
 import logging
@@ -23,12 +22,12 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from operator import is_
 from types import GeneratorType
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
 from deepspeed_partition.capture.draws import Rewindable
+from deepspeed_partition.raw_states import has_raw_state, is_raw_state, put_raw_state, raw_size, raw_state
 
 MOST_BYTES = 2**28
 """Bytes of the largest array, or file, whose contents are copied to be put back."""
@@ -75,13 +74,11 @@ class Kept(NamedTuple):
 
 def kept_in_place(value: Any) -> Callable[[], object] | None:
     """Return what makes a value what it is now; None of anything that is of none of these kinds."""
-    if isinstance(value, queue.SimpleQueue):
-        return _simple_queue_kept(value)
-    if isinstance(value, queue.Queue):
-        return _queue_kept(value)
     if isinstance(value, io.IOBase):
         return _file_kept(value)
-    return None if _is_of_several_processes(value) else _bytes_kept(value)
+    if isinstance(value, mmap.mmap):
+        return _map_kept(value)
+    return _raw_kept(value)
 
 
 def kept_by_another(value: Any, say: Say) -> Kept | None:
@@ -129,12 +126,10 @@ def state_of(value: Any) -> Any:
         return value.state
     if type(value) in (*_COPIED, *_GIVEN_AGAIN) or type(value).__module__ == "itertools":
         return _place_of(value, _DEPTH)
-    if isinstance(value, queue.Queue):
-        return list(map(id, value.queue))
-    if isinstance(value, queue.SimpleQueue):
-        return value.qsize()
-    view = _view_of(value)
-    return None if view is None else zlib.crc32(view)
+    if not has_raw_state(value) or raw_size(value) > MOST_BYTES:
+        return None
+    state = raw_state(value)
+    return list(map(id, state)) if isinstance(state, list) else zlib.crc32(state)
 
 
 # Iterators
@@ -246,72 +241,33 @@ def _back_to(iterator: Any, place: int) -> Any:
     return iterator
 
 
-# Bytes
+# Bytes and queues
+
+
+def _raw_kept(value: Any) -> Callable[[], object] | None:
+    """Return what puts back bytes, an array, a value of several processes or a queue."""
+    if not has_raw_state(value) or raw_size(value) > MOST_BYTES or _is_taken_from(value):
+        return None
+    before = raw_state(value)
+    return lambda: None if _is_taken_from(value) or is_raw_state(value, before) else put_raw_state(value, before)
+
+
+def _map_kept(value: mmap.mmap) -> Callable[[], object] | None:
+    if value.closed or len(value) > MOST_BYTES or memoryview(value).readonly:
+        return None
+    before = value[:]
+    return lambda: None if value.closed or value[:] == before else value.__setitem__(slice(None), before)
 
 
 def _is_of_several_processes(value: Any) -> bool:
     """Whether the process that has begun this one may have a value of ``multiprocessing``, too."""
-    kinds = (("sharedctypes", "SynchronizedBase"), ("shared_memory", "SharedMemory"))
-    is_shared = any(isinstance(value, _kind(f"multiprocessing.{module}", name) or ()) for module, name in kinds)
+    is_shared = isinstance(value, _kind("multiprocessing.sharedctypes", "SynchronizedBase") or ())
     return is_shared and multiprocessing.parent_process() is not None
 
 
 def _change_told(value: Any, say: Say) -> Callable[[], object]:
-    before = state_of(value)
-    return lambda: None if state_of(value) == before else say("it was changed, which other processes may see")
-
-
-def _view_of(value: Any) -> memoryview | None:
-    """The bytes of an array and the like, which may be written; None of anything else, and of large ones."""
-    if isinstance(value, _kind("multiprocessing.sharedctypes", "SynchronizedBase") or ()):
-        value = value.get_obj()
-    elif isinstance(value, _kind("multiprocessing.shared_memory", "SharedMemory") or ()):
-        value = value.buf
-    is_numbers = isinstance(value, ctypes._SimpleCData | ctypes.Array | ctypes.Structure | ctypes.Union)
-    if not isinstance(value, array.array | bytearray | mmap.mmap | memoryview) and not (
-        is_numbers and _has_no_pointers(type(value))
-    ):
-        return None
-    try:
-        view = memoryview(value)
-        is_kept = not view.readonly and view.c_contiguous and view.nbytes <= MOST_BYTES
-    except ValueError:  # it was closed or released
-        return None
-    # Without numbers it has no bytes, and a memoryview of none cannot be cast.
-    return (view.cast("B") if view.nbytes else memoryview(b"")) if is_kept else None
-
-
-def _bytes_kept(value: Any) -> Callable[[], object] | None:
-    """Return what puts the bytes of an array and the like back; arrays may grow, too."""
-    view = _view_of(value)
-    if view is None:
-        return None
-    before = view.tobytes()
-    view.release()
-    contents = value[:] if isinstance(value, array.array | bytearray) else None
-
-    def restore() -> None:
-        now = _view_of(value)
-        is_same = now is None or now == before
-        if contents is None and now is not None and not is_same:
-            now[:] = before
-        if now is not None:
-            now.release()
-        if contents is not None and not is_same:
-            value[:] = contents
-
-    return restore
-
-
-def _has_no_pointers(kind: Any) -> bool:
-    """Whether values of a type of ctypes are numbers alone."""
-    if issubclass(kind, ctypes._SimpleCData):
-        return kind._type_ not in "OPXZz"
-    if issubclass(kind, ctypes.Array):
-        return _has_no_pointers(kind._type_)
-    if issubclass(kind, ctypes.Structure | ctypes.Union):
-        return all(_has_no_pointers(field[1]) for field in getattr(kind, "_fields_", ()))
-    return False
+    before = bytes(value.get_obj())
+    return lambda: None if bytes(value.get_obj()) == before else say("it was changed, which other processes see")
 
 
 def _kind(module: str, name: str) -> Any:
@@ -319,33 +275,14 @@ def _kind(module: str, name: str) -> Any:
     return getattr(sys.modules.get(module), name, None)
 
 
-# Queues
-
-
-def _queue_kept(items: queue.Queue[Any]) -> Callable[[], object] | None:
-    with items.mutex:
-        if items.not_empty._waiters:  # type: ignore[attr-defined]
-            return None  # a thread takes what is put there
-        before, unfinished = list(items.queue), items.unfinished_tasks
-
-    def restore() -> None:
-        with items.mutex:
-            now, tasks = items.queue, items.unfinished_tasks
-            if len(now) == len(before) and all(map(is_, now, before)) and tasks == unfinished:
-                return
-            if items.not_empty._waiters:  # type: ignore[attr-defined]
-                return
-            now.clear()
-            now.extend(before)
-            items.unfinished_tasks = unfinished
-            items.not_full.notify_all()
-
-    return restore
+def _is_taken_from(items: Any) -> bool:
+    """Whether a thread waits for what is put into a queue."""
+    return isinstance(items, queue.Queue) and bool(items.not_empty._waiters)  # type: ignore[attr-defined]
 
 
 def _puts_counted(items: queue.Queue[Any], say: Say) -> Callable[[], object] | None:
     """Count what this thread puts into a queue from which another one takes it."""
-    if "_put" in vars(items) or not items.not_empty._waiters:  # type: ignore[attr-defined]
+    if "_put" in vars(items) or not _is_taken_from(items):
         return None
     puts, thread, count = items._put, threading.get_ident(), itertools.count()
 
@@ -361,24 +298,6 @@ def _puts_counted(items: queue.Queue[Any], say: Say) -> Callable[[], object] | N
 
     items._put = put  # type: ignore[method-assign]
     return end
-
-
-def _simple_queue_kept(items: queue.SimpleQueue[Any]) -> Callable[[], object]:
-    def taken() -> list[Any]:
-        found = []
-        with suppress(queue.Empty):
-            while True:
-                found.append(items.get_nowait())
-        return found
-
-    def put_back() -> None:
-        taken()
-        for item in before:
-            items.put(item)
-
-    before = taken()
-    put_back()
-    return put_back
 
 
 # Files

@@ -33,8 +33,8 @@ from deepspeed_partition.code_names import (
 )
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.generators import GENERATORS
+from deepspeed_partition.raw_states import has_raw_state, raw_size
 from lightning_madpipe.module import named_owners, outside_pipeline
-from lightning_madpipe.steps.raw_states import has_raw_state, raw_size
 from lightning_madpipe.steps.reached_objects import MOST_OBJECTS, ReachedObjects
 from lightning_madpipe.steps.step_side_effects import Place
 

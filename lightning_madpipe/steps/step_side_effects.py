@@ -29,15 +29,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from deepspeed_partition.code_names import LIBRARIES, module_of
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.generators import GENERATORS
-from lightning_madpipe.compat.elsewhere import HiddenTensors, StandIn
-from lightning_madpipe.module import outside_pipeline
-from lightning_madpipe.steps.raw_states import (
+from deepspeed_partition.raw_states import (
     RawState,
     has_raw_state,
     is_raw_state,
     put_raw_state,
     raw_state,
 )
+from lightning_madpipe.compat.elsewhere import HiddenTensors, StandIn
+from lightning_madpipe.module import outside_pipeline
 from lightning_madpipe.steps.reached_objects import ReachedObjects, attributes_of
 
 PLAIN = frozenset((bool, bytes, complex, float, int, str, NoneType))

@@ -11,15 +11,15 @@ import queue
 import sys
 import threading
 from array import array
+from collections import deque
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 _DATA_OF_C = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union)
-_QUEUES = (queue.Queue, queue.LifoQueue, queue.PriorityQueue)
 _VARIABLES = (ContextVar, threading.local)
-_LISTED = (queue.SimpleQueue, *_QUEUES, *_VARIABLES)
+_LISTED = (queue.SimpleQueue, *_VARIABLES)
 """Classes of values whose state is a list."""
 RAW = (bytearray, array, memoryview, *_DATA_OF_C)
 
@@ -34,8 +34,12 @@ class RawState:
 def has_raw_state(value: Any) -> bool:
     """Whether a value is one of these, and its state can be put back."""
     if isinstance(value, memoryview):
-        return not value.readonly and value.contiguous
-    return isinstance(value, RAW) or type(value) in _LISTED or _shared(value) is not None
+        with suppress(ValueError):  # it was released
+            return not value.readonly and value.c_contiguous
+        return False
+    if isinstance(value, _DATA_OF_C):
+        return _has_no_pointers(type(value))
+    return isinstance(value, RAW) or type(value) in _LISTED or _is_queue(value) or _shared(value) is not None
 
 
 def raw_state(value: Any) -> Any:
@@ -52,7 +56,7 @@ def raw_state(value: Any) -> Any:
         for item in items:
             value.put(item)
         return items
-    if type(value) in _QUEUES:
+    if _is_queue(value):
         with value.mutex:
             return [*value.queue, value.unfinished_tasks]
     shared = _shared(value)
@@ -86,12 +90,14 @@ def put_raw_state(value: Any, state: Any) -> bool:
         for item in state:
             value.put(item)
         return True
-    if type(value) in _QUEUES:
+    if _is_queue(value):
         *items, unfinished = state
         with value.mutex:
             value.queue.clear()
             value.queue.extend(items)
             value.unfinished_tasks = unfinished
+            value.not_full.notify_all()
+            value.not_empty.notify_all()
         return True
     if isinstance(value, bytearray | array):
         value[:] = state
@@ -113,13 +119,18 @@ def raw_size(value: Any) -> int:
     """The bytes of a value's state; of a queue the number of items."""
     if type(value) in _VARIABLES:
         return len(raw_state(value))
-    if type(value) in (queue.SimpleQueue, *_QUEUES):
+    if type(value) is queue.SimpleQueue or _is_queue(value):
         return int(value.qsize())
     shared = _shared(value)
     data = value if shared is None else shared
     if isinstance(data, _DATA_OF_C):
         return ctypes.sizeof(data)
     return int(data.nbytes) if isinstance(data, memoryview) else len(data) * getattr(data, "itemsize", 1)
+
+
+def _is_queue(value: Any) -> bool:
+    """Whether this is a queue, also of a program's own class, that keeps its items as those of Python do."""
+    return isinstance(value, queue.Queue) and isinstance(getattr(value, "queue", None), list | deque)
 
 
 def _taken_out(items: queue.SimpleQueue[Any]) -> list[Any]:
@@ -132,6 +143,17 @@ def _taken_out(items: queue.SimpleQueue[Any]) -> list[Any]:
 
 def _is_equal_number(now: Any, then: Any) -> bool:
     return type(now) in (int, float, str) and type(now) is type(then) and bool(now == then)
+
+
+def _has_no_pointers(kind: Any) -> bool:
+    """Whether values of a type of ctypes are numbers alone: an object that a pointer leads to has other owners."""
+    if issubclass(kind, ctypes._SimpleCData):
+        return kind._type_ not in "OPXZz"
+    if issubclass(kind, ctypes.Array):
+        return _has_no_pointers(kind._type_)
+    if issubclass(kind, ctypes.Structure | ctypes.Union):
+        return all(_has_no_pointers(field[1]) for field in getattr(kind, "_fields_", ()))
+    return False
 
 
 def _shared(value: Any) -> Any:
