@@ -28,6 +28,7 @@ from deepspeed_partition.planner.solvers.contiguous.recomputing import choice_fo
 from deepspeed_partition.planner.solvers.interface import Answer, Cuts, Problem, Step
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern
 from deepspeed_partition.planner.solvers.step.annealing import Annealing
+from deepspeed_partition.planner.solvers.step.group_search import GroupSearch
 from deepspeed_partition.planner.solvers.step.interleaved_search import InterleavedSearch
 from deepspeed_partition.planner.solvers.step.orders import DepthRule
 from deepspeed_partition.planner.solvers.step.partly_recomputing import PartlyRecomputing
@@ -40,7 +41,7 @@ from deepspeed_partition.planner.solvers.step.step_bounds import step_lower_boun
 from deepspeed_partition.planner.solvers.step.step_search import StepSearch, step_engine
 from deepspeed_partition.planner.solvers.uniform_recomputation import Uniform, uniform_choices
 
-CONTIGUOUS_SHARE, WALK_SHARE, SEARCH_SHARE = 0.6, 0.7, 0.85
+CONTIGUOUS_SHARE, GROUP_SHARE, WALK_SHARE, SEARCH_SHARE = 0.6, 0.6, 0.7, 0.85
 """Shares of the time that is left: for contiguous partitions where others follow, for allocations that follow no
 pattern, and for all that is searched. The rest is for the full steps of the best, and for the pattern of an
 allocation that has none yet."""
@@ -158,6 +159,8 @@ def _walk_and_polish(problem: Problem, search: StepSearch) -> None:
         search: a search that has ended, without recomputation but for what its allocations say.
     """
     if not search.problem.flushes and not problem.deadline.passed():
+        search.deadline = problem.deadline.part(GROUP_SHARE)
+        GroupSearch(search).run(lambda: step_lower_bound(search.problem, contiguous=False))
         search.deadline = problem.deadline.part(WALK_SHARE)
         Annealing(search).run(lambda: step_lower_bound(search.problem, contiguous=False))
     search.deadline = problem.deadline.part(SEARCH_SHARE)

@@ -1,0 +1,198 @@
+"""Search for orders by groups and boundaries together: allocations in turns, and what leads to shorter steps.
+
+Which boundaries are the best depends on the order, and which order on the boundaries: with groups of a third of
+the micro-batches, and first devices far ahead of the last ones, a step may be 3 % shorter than any that equal
+stages lead to. So for allocations in turns, with 1 to ``MOST_TURNS`` stages on each device, many orders by groups
+are tried, and in each of them many boundaries at once (``many_cuts.py``):
+
+1. Boundaries of the best allocations so far are moved under their own orders.
+2. Groups of a half, a third, or a quarter of the micro-batches, of all, or of as many as there are devices; each
+   device may be ``slope`` micro-batches further ahead than the next one (Megatron-LM: 2). Slow links ask for more.
+3. Of the best of these, the size of the group and the limits are changed, and boundaries follow.
+
+Boundaries move by a random walk of many partitions side by side, which ends where the real step is simulated.
+
+Method: own; simulated annealing (S. Kirkpatrick, C. Gelatt and M. Vecchi, 1983). Cost: ``MOST_EVENTS`` operations
+and transfers on vectors, some seconds; less where steps are short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from math import log
+from random import Random
+
+import numpy as np
+
+from deepspeed_partition.planner.allocation import Placement
+from deepspeed_partition.planner.solvers.step.many_cuts import Integers, ManyCuts
+from deepspeed_partition.planner.solvers.step.orders import GroupRule, Rule
+from deepspeed_partition.planner.solvers.step.step_search import Outcome, StepSearch, step_engine
+from deepspeed_partition.planner.solvers.step.step_simulator import WaitInCircleError
+
+MOST_EVENTS = 3_000_000
+"""Most operations and transfers on vectors."""
+MOST_STEPS, FEWEST_STEPS = 4000, 200
+"""Number of steps whose operations and transfers suffice, and the least that are worth a search; a step has two
+stages for each device."""
+NUM_SIDE_BY_SIDE = 64
+"""Number of partitions of a walk."""
+NUM_MOVES, NUM_MOVES_AFTER = 30, 20
+"""Numbers of moves of a walk: for a new order, and for one that was changed."""
+TEMPERATURE, TEMPERATURE_AFTER = 0.01, 0.003
+"""Ticks by which a step may become longer at first, in the mean, over those of the step."""
+MOST_TURNS = 4
+"""Most stages of a device."""
+SLOPES = (2, 3, 5)
+"""Numbers of micro-batches that a device may be ahead of the next one."""
+SHARE_OF_ORDERS = 0.6
+"""Part of all operations for first orders; the rest is for changed ones."""
+NUM_CHANGED = 3
+"""Number of orders that are changed."""
+NUM_LEADERS = 6
+"""Number of allocations of other searches whose boundaries are moved."""
+FEWEST_LAYERS = 13
+"""Number of layers from which on boundaries are many."""
+LITTLE_IS_LEFT = 1.01
+"""Factor of the lower bound within which a step is left as it is."""
+SEED = 2021
+
+
+class GroupSearch:
+    """Search for one problem; what it finds is remembered by ``search``."""
+
+    def __init__(self, search: StepSearch) -> None:
+        assert not search.problem.flushes
+        self.search, self.problem, self.m = search, search.problem, search.num_micro_batches
+        self.random, self.draws = Random(SEED), np.random.default_rng(SEED)
+        of_step = 8 * self.problem.platform.num_devices * self.m
+        self.events_left = min(MOST_EVENTS, MOST_STEPS * of_step)
+        if self.events_left < FEWEST_STEPS * of_step or self.problem.chain.num_layers < FEWEST_LAYERS:
+            self.events_left = 0
+
+    def run(self, lower_bound: Callable[[], int]) -> None:
+        """Search from the best allocations so far and from those in turns.
+
+        Args:
+            lower_bound: returns ticks than which no step is shorter: near to them nothing is done.
+        """
+        search = self.search
+        is_whole = search.simulated == self.m  # of a longer step only the beginning is simulated
+        if not is_whole or not self.events_left or search.best <= LITTLE_IS_LEFT * lower_bound():
+            return
+        search.start_again()
+        leaders = [each for each in search.leaders() if len(each.devices) > 1 and not each.recomputed]
+        for placement in leaders[:NUM_LEADERS]:
+            self._improve(placement, search.found[placement].rule, NUM_MOVES, TEMPERATURE)
+        found: dict[tuple[int, int], tuple[float, Placement, GroupRule]] = {}
+        least_left = (1 - SHARE_OF_ORDERS) * self.events_left
+        for placement, rule in self._orders():
+            if self.events_left <= least_left or search.out_of_time():
+                break
+            ticks, better = self._improve(placement, rule, NUM_MOVES, TEMPERATURE)
+            kind = len(placement.devices), rule.group
+            if kind not in found or ticks < found[kind][0]:
+                found[kind] = ticks, better, rule
+        best = sorted(found.values(), key=lambda each: each[0])[:NUM_CHANGED]
+        for number, (ticks, placement, rule) in enumerate(best):
+            self._change(ticks, placement, rule, self.events_left * (len(best) - number - 1) / len(best))
+
+    def _orders(self) -> Iterator[tuple[Placement, GroupRule]]:
+        """Yield allocations in turns, with stages that take equally long, and orders by groups."""
+        size, num_devices = self.problem.chain.num_layers, self.problem.platform.num_devices
+        parts = {-(-self.m // parts) for parts in (1, 2, 3, 4)} | {min(num_devices, self.m)}
+        for slope in SLOPES:
+            for turns in range(1, MOST_TURNS + 1):
+                if turns * num_devices >= size:
+                    break
+                placement = Placement.of(self._even(turns * num_devices), list(range(num_devices)) * turns)
+                for group in sorted(parts) if turns > 1 else (1,):
+                    ahead = [slope * (num_devices - 1 - place) for place in range(num_devices)]
+                    limits = tuple((turns - 1) * group + 1 + each for each in ahead)
+                    for alternates in (True, False) if turns == 1 else (True,):
+                        yield placement, GroupRule(group, limits, alternates)
+
+    def _even(self, num_stages: int) -> list[int]:
+        """Return boundaries of stages that take about equally long."""
+        compute, size = self.problem.times.compute, self.problem.chain.num_layers
+        shares = compute[-1] * np.arange(1, num_stages) // num_stages
+        cuts = [0, *(int(cut) for cut in np.abs(compute[None, :] - shares[:, None]).argmin(axis=1)), size]
+        if all(left < right for left, right in pairwise(cuts)):
+            return cuts
+        return [size * index // num_stages for index in range(num_stages + 1)]
+
+    def _change(self, ticks: float, placement: Placement, rule: GroupRule, least_left: float) -> None:
+        """Change the group and the limits; longer steps are taken, too, and less and less so."""
+        whole = self.events_left - least_left
+        while self.events_left > least_left and not self.search.out_of_time():
+            left = (self.events_left - least_left) / whole
+            changed = self._changed(rule, is_contiguous=placement.is_contiguous)
+            found, better = self._improve(placement, changed, NUM_MOVES_AFTER, TEMPERATURE_AFTER)
+            if found < ticks - TEMPERATURE_AFTER * ticks * left**2 * log(1 - self.random.random()):
+                ticks, placement, rule = found, better, changed
+
+    def _changed(self, rule: GroupRule, *, is_contiguous: bool) -> GroupRule:
+        draw, limits, group, alternates = self.random.random(), list(rule.limits), rule.group, rule.alternates
+        change = self.random.choice((-2, -1, 1, 2))
+        if draw < 0.15 and not is_contiguous:
+            group = max(1, min(self.m, group + change))
+        elif draw < 0.2:
+            alternates = not alternates
+        elif draw < 0.4:
+            limits = [max(1, limit + change) for limit in limits]
+        else:
+            place = self.random.randrange(len(limits))
+            limits[place] = max(1, limits[place] + self.random.choice((1, 2)) * change)
+        return GroupRule(group, tuple(limits), alternates)
+
+    def _improve(
+        self, placement: Placement, rule: Rule, num_moves: int, temperature: float
+    ) -> tuple[float, Placement]:
+        """Move boundaries under a rule; return the ticks of the better step, infinite where none fits."""
+        search = self.search
+        engine = step_engine(self.problem, placement)
+        try:
+            run = engine.run(self.m, rule.choice(engine, self.m))
+        except WaitInCircleError:  # a limit below what the order needs
+            return float("inf"), placement
+        assert run is not None
+        best, better = float("inf"), placement
+        if max(engine.peaks(run)) <= self.problem.platform.memory_bytes:
+            best = run.ticks
+        many = ManyCuts(self.problem, engine, run)
+        self.events_left -= num_moves * len(many.events)
+        cuts = self._walk(many, np.array(placement.cuts), num_moves, temperature)
+        if cuts is not None and cuts != placement.cuts:
+            moved = Placement(cuts, placement.devices)
+            if search.run(moved, rule, best) is Outcome.FITS:
+                best, better = search.found[moved].estimate, moved
+        return best, better
+
+    def _walk(self, many: ManyCuts, start: Integers, num_moves: int, temperature: float) -> tuple[int, ...] | None:
+        """Move boundaries of many partitions at once; return the best that are met, None where none fits."""
+        rows, num_stages = np.arange(NUM_SIDE_BY_SIDE), len(start) - 1
+        cuts = np.tile(start, (NUM_SIDE_BY_SIDE, 1))
+        far = np.iinfo(np.int64).max
+        ticks = np.where(many.fit(cuts), many.ticks(cuts), far).astype(float)
+        scale = temperature * float(many.ticks(start[None])[0])
+        best, found = float(far), None
+        longest = max(1, int(start[-1]) // (2 * num_stages))
+        for move in range(num_moves):
+            proposed = cuts.copy()
+            distance = np.exp(self.draws.random(NUM_SIDE_BY_SIDE) * np.log(longest + 1)).astype(np.int64)
+            for share in (1.0, 0.4):  # one boundary always, another one now and then
+                some = rows[self.draws.random(NUM_SIDE_BY_SIDE) < share]
+                which = self.draws.integers(1, num_stages, len(some))
+                proposed[some, which] += distance[some] * self.draws.choice([-1, 1], len(some))
+            rising = (np.diff(proposed, axis=1) > 0).all(axis=1)
+            proposed[~rising] = cuts[~rising]
+            proposed_ticks = np.where(many.fit(proposed), many.ticks(proposed), far)
+            left = 1 - move / num_moves
+            slack = -scale * left**2 * np.log(1 - self.draws.random(NUM_SIDE_BY_SIDE))
+            taken = rising & (proposed_ticks < ticks + slack)
+            cuts[taken], ticks[taken] = proposed[taken], proposed_ticks[taken]
+            least = int(ticks.argmin())
+            if ticks[least] < best:
+                best, found = float(ticks[least]), tuple(int(cut) for cut in cuts[least])
+        return found
