@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from deepspeed_partition.planner.solvers.step import annealing, exact_step, step_search
+from deepspeed_partition.planner.solvers.step import annealing, exact_step, group_search, step_search
 from tests.planner.test_files import CHAIN
 
 
@@ -16,14 +16,16 @@ def search_alone(request):
 
     So would long changes of single orders, which are half of what planning a small step costs, and long walks.
     """
-    most = exact_step.MOST_OPERATIONS, step_search.MOST_OPERATIONS_POLISHED, annealing.MOST_STEPS
-    annealing.MOST_STEPS = 300
+    most = exact_step.MOST_OPERATIONS, step_search.MOST_OPERATIONS_POLISHED
+    steps = annealing.MOST_STEPS, group_search.MOST_STEPS
+    annealing.MOST_STEPS, group_search.MOST_STEPS = 300, 250
     if not request.module.__name__.endswith("test_exact_step"):
         exact_step.MOST_OPERATIONS = 0
         is_of_orders = request.module.__name__.endswith("test_interleaving")
         step_search.MOST_OPERATIONS_POLISHED = 200_000 if is_of_orders else 20_000
     yield
-    exact_step.MOST_OPERATIONS, step_search.MOST_OPERATIONS_POLISHED, annealing.MOST_STEPS = most
+    exact_step.MOST_OPERATIONS, step_search.MOST_OPERATIONS_POLISHED = most
+    annealing.MOST_STEPS, group_search.MOST_STEPS = steps
 
 
 @pytest.fixture

@@ -7,8 +7,9 @@ found with other choices, by stage, then by block, for interleaved allocations a
 (``partly_recomputing.py``). So no uniform choice has a shorter step, unless the time was up.
 
 Contiguous partitions are searched as if there were no others; the search among all allocations goes on from there.
-So a step of any allocation is never longer than the best contiguous one, unless the time was up. At last, a random
-walk looks for allocations that follow no pattern (``annealing.py``).
+So a step of any allocation is never longer than the best contiguous one, unless the time was up. At last,
+orders by groups are looked for together with their boundaries (``group_search.py``), and a random walk looks for
+allocations that follow no pattern (``annealing.py``).
 
 Source, and cost of each search: ``step_search.py``.
 """
@@ -42,8 +43,8 @@ from deepspeed_partition.planner.solvers.step.step_search import StepSearch, ste
 from deepspeed_partition.planner.solvers.uniform_recomputation import Uniform, uniform_choices
 
 CONTIGUOUS_SHARE, GROUP_SHARE, WALK_SHARE, SEARCH_SHARE = 0.6, 0.6, 0.7, 0.85
-"""Shares of the time that is left: for contiguous partitions where others follow, for allocations that follow no
-pattern, and for all that is searched. The rest is for the full steps of the best, and for the pattern of an
+"""Shares of the time that is left: for contiguous partitions where others follow, for orders by groups, for
+allocations that follow no pattern, and for all that is searched. The rest is for the full steps of the best, and for the pattern of an
 allocation that has none yet."""
 FIRST_SHARE, PLAIN_SHARE, UNIFORM_SHARE = 0.3, 0.5, 0.3
 """Shares of the time that is left, where layers may be recomputed: for what the first partitions may recompute,

@@ -4,9 +4,9 @@ Where each device has its order beforehand, what a step does is known before any
 which, on its device and on the path of its micro-batch. So one pass over all operations of a step gives the steps
 of hundreds of partitions, as vectors, at the cost of a few simulations of one.
 
-A tensor waits for those before it on its way from one device to another. Ports, the slots of a receiver and the
-exact instants of memory are left out, so what is found is simulated again (``step_search.py``): it is an estimate,
-and for memory what the order alone says, whenever its operations run.
+Devices keep their orders, and links, too: tensors go over each in the order of a step that was simulated, the one
+that all others are compared with. A simulation may send a tensor sooner, so what is found here is simulated again
+(``step_search.py``). Of memory it is known what the orders need at the least, whenever their operations run.
 
 Method: own. Cost: O(m S) operations on vectors, for m micro-batches and S stages.
 """
