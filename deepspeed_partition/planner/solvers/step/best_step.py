@@ -44,8 +44,8 @@ from deepspeed_partition.planner.solvers.uniform_recomputation import Uniform, u
 
 CONTIGUOUS_SHARE, GROUP_SHARE, WALK_SHARE, SEARCH_SHARE = 0.6, 0.6, 0.7, 0.85
 """Shares of the time that is left: for contiguous partitions where others follow, for orders by groups, for
-allocations that follow no pattern, and for all that is searched. The rest is for the full steps of the best, and for the pattern of an
-allocation that has none yet."""
+allocations that follow no pattern, and for all that is searched. The rest is for the full steps of the best, and
+for the pattern of an allocation that has none yet."""
 FIRST_SHARE, PLAIN_SHARE, UNIFORM_SHARE = 0.3, 0.5, 0.3
 """Shares of the time that is left, where layers may be recomputed: for what the first partitions may recompute,
 for the search without that, and with each uniform choice."""
