@@ -321,3 +321,47 @@ class _Members(MutableMapping[str, Any]):
 
     def __len__(self) -> int:
         return len(vars(self._kind))
+
+
+class SlotsOf(MutableMapping[str, Any]):
+    """The attributes of an object with ``__slots__``, and of its dict where it has one."""
+
+    def __init__(self, value: Any, slots: dict[str, Any], table: dict[str, Any] | None) -> None:
+        self._value, self._slots, self._table = value, slots, {} if table is None else table
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._slots:
+            return self._table[name]
+        try:
+            return self._slots[name].__get__(self._value)
+        except AttributeError:  # one that is not set
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self._slots:
+            self._slots[name].__set__(self._value, value)
+        else:
+            self._table[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        if name in self._slots:
+            self._slots[name].__delete__(self._value)
+        else:
+            del self._table[name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (name for name in self._slots if name in self)
+        yield from self._table
+
+    def __contains__(self, name: object) -> bool:
+        member = self._slots.get(name) if isinstance(name, str) else None
+        if member is None:
+            return name in self._table
+        try:
+            member.__get__(self._value)
+        except AttributeError:
+            return False
+        return True
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

@@ -14,7 +14,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from deepspeed_partition.code_names import CodeSearch, forward_of, function_of, is_installed
+from deepspeed_partition.code_names import (
+    CodeSearch,
+    SlotsOf,
+    forward_of,
+    function_of,
+    is_installed,
+    is_librarys,
+    module_of,
+    slots_of,
+)
 from deepspeed_partition.generators import GENERATORS, generator_state, members_of, set_generator_state
 from deepspeed_partition.kept_values import copied, itself, kept_by_another, kept_in_place, say_of, state_of
 
@@ -188,7 +197,7 @@ def _mark(value: Any, depth: int) -> Any:
     value = itself(value)
     if state is not None:
         return id(value), state
-    table = members_of(value) if depth else None
+    table = _members_of(value) if depth else None
     return id(value), table and {key: _mark(member, depth - 1) for key, member in table.items()}
 
 
@@ -437,12 +446,24 @@ class _Remembering:
         in_place = kept_in_place(value)
         if in_place is not None:
             return in_place
-        table = members_of(value) if depth else None
+        table = _members_of(value) if depth else None
         if table is not None:
             inner = self.each(table, depth - 1)
             self.let_others_stand(table, inner)
             return lambda: _refill(table, _restored(inner))
         return _nothing
+
+
+def _members_of(value: Any) -> MutableMapping[str, Any] | None:
+    """The attributes of an object of the program, also those in slots; None of anything else."""
+    kind: Any = type(value)
+    table, slots = members_of(value), slots_of(kind)
+    is_others = (
+        callable(value) or isinstance(value, nn.Module) or is_librarys(kind) or is_installed(module_of(kind))
+    )
+    if not slots or is_others:
+        return table
+    return SlotsOf(value, slots, table)
 
 
 def _is_no_data(value: Any) -> bool:
@@ -470,6 +491,13 @@ def _refill_queue(queue: deque[Any], items: list[Any]) -> None:
 
 
 def _refill(container: Any, contents: Any) -> None:
+    if isinstance(container, SlotsOf):
+        for key in [key for key in container if key not in contents]:
+            del container[key]
+        for key, value in contents.items():
+            if key not in container or container[key] is not value:
+                container[key] = value
+        return
     if _has_same(container, contents):  # it may refuse to be written to
         return
     container.clear()

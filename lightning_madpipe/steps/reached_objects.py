@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import is_dataclass
 from functools import cache, partial
 from io import IOBase
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from deepspeed_partition.capture.draws import Rewindable
-from deepspeed_partition.code_names import LIBRARIES, attribute_of, is_librarys, module_of, slots_of
+from deepspeed_partition.code_names import LIBRARIES, SlotsOf, attribute_of, is_librarys, module_of, slots_of
 from deepspeed_partition.generators import GENERATORS
 
 MOST_OBJECTS = 300
@@ -138,7 +138,7 @@ def attributes_of(value: Any) -> MutableMapping[str, Any] | None:
         return None
     slots, table = slots_of(kind), attribute_of(value, "__dict__")
     if slots:
-        return _Slots(value, slots, table if isinstance(table, dict) else None)
+        return SlotsOf(value, slots, table if isinstance(table, dict) else None)
     return table if isinstance(table, dict) else None
 
 
@@ -165,47 +165,3 @@ def _is_followed(kind: type) -> bool:
     if not package or package in sys.stdlib_module_names:  # whose objects are shared by all code: loggers, locks
         return kind in _HOLDERS
     return package not in (*LIBRARIES, "numpy", "torchmetrics", "torchvision")
-
-
-class _Slots(MutableMapping[str, Any]):
-    """The attributes of an object with ``__slots__``, and of its dict where it has one."""
-
-    def __init__(self, value: Any, slots: dict[str, Any], table: dict[str, Any] | None) -> None:
-        self._value, self._slots, self._table = value, slots, {} if table is None else table
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._slots:
-            return self._table[name]
-        try:
-            return self._slots[name].__get__(self._value)
-        except AttributeError:  # one that is not set
-            raise KeyError(name) from None
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name in self._slots:
-            self._slots[name].__set__(self._value, value)
-        else:
-            self._table[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        if name in self._slots:
-            self._slots[name].__delete__(self._value)
-        else:
-            del self._table[name]
-
-    def __iter__(self) -> Iterator[str]:
-        yield from (name for name in self._slots if name in self)
-        yield from self._table
-
-    def __contains__(self, name: object) -> bool:
-        member = self._slots.get(name) if isinstance(name, str) else None
-        if member is None:
-            return name in self._table
-        try:
-            member.__get__(self._value)
-        except AttributeError:
-            return False
-        return True
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)

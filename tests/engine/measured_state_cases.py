@@ -41,6 +41,15 @@ def _raised(numbers: Any, place: int = 0) -> int:
     return int(numbers[place])
 
 
+class Slotted:
+    """An object without a dict."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0
+
+
 def _raised_value(holder: Any) -> int:
     holder.value += 1
     return int(holder.value)
@@ -109,6 +118,7 @@ def counters(folder: Path) -> dict[str, Callable[[], float]]:
         "memory": partial(_raised, memoryview(bytearray(4))),
         "number of ctypes": partial(_raised_value, ctypes.c_int()),
         "numbers of ctypes": partial(_raised, (ctypes.c_double * 3)()),
+        "object with slots": partial(_raised_value, Slotted()),
         "number of several processes": partial(_raised_value, multiprocessing.Value("i", 0)),
         "buffer in memory": partial(_written, io.StringIO()),
         "file that is read": lambda: float(lines.readline()),

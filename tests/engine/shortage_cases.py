@@ -39,6 +39,9 @@ class Failures:
     def __init__(self) -> None:
         self.left: list[str] = []
 
+    def __call__(self) -> list[str]:  # what is called is not looked into, and not put back with a step
+        return self.left
+
 
 FAILURES = Failures()
 

@@ -581,6 +581,9 @@ class Failures:
     def __init__(self) -> None:
         self.left: list[int] = []
 
+    def __call__(self) -> list[int]:  # what is called is not looked into, and not put back with a step
+        return self.left
+
 
 FAILURES = Failures()
 
