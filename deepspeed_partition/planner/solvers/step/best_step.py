@@ -46,6 +46,8 @@ CONTIGUOUS_SHARE, GROUP_SHARE, WALK_SHARE, SEARCH_SHARE = 0.6, 0.6, 0.7, 0.85
 """Shares of the time that is left: for contiguous partitions where others follow, for orders by groups, for
 allocations that follow no pattern, and for all that is searched. The rest is for the full steps of the best, and
 for the pattern of an allocation that has none yet."""
+NUM_POLISHED_AGAIN = 3
+"""Number of times that boundaries follow the orders that were changed one by one, and orders the boundaries."""
 FIRST_SHARE, PLAIN_SHARE, UNIFORM_SHARE = 0.3, 0.5, 0.3
 """Shares of the time that is left, where layers may be recomputed: for what the first partitions may recompute,
 for the search without that, and with each uniform choice."""
@@ -166,6 +168,10 @@ def _walk_and_polish(problem: Problem, search: StepSearch) -> None:
         Annealing(search).run(lambda: step_lower_bound(search.problem, contiguous=False))
     search.deadline = problem.deadline.part(SEARCH_SHARE)
     search.polish()
+    for _ in range(NUM_POLISHED_AGAIN):
+        if search.problem.flushes or not GroupSearch(search).move_boundaries():
+            break
+        search.polish()
 
 
 def _search_recomputing(problem: Problem, searches: Searches, cuts: Cuts | None) -> None:

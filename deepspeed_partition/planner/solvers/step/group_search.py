@@ -40,6 +40,8 @@ NUM_SIDE_BY_SIDE = 64
 """Number of partitions of a walk."""
 NUM_MOVES, NUM_MOVES_AFTER = 30, 20
 """Numbers of moves of a walk: for a new order, and for one that was changed."""
+NUM_MOVES_ALONE = 100
+"""Number of moves of a walk under an order that stays as it is."""
 TEMPERATURE, TEMPERATURE_AFTER = 0.01, 0.003
 """Ticks by which a step may become longer at first, in the mean, over those of the step."""
 MOST_TURNS = 4
@@ -81,10 +83,8 @@ class GroupSearch:
         is_whole = search.simulated == self.m  # of a longer step only the beginning is simulated
         if not is_whole or not self.events_left or search.best <= LITTLE_IS_LEFT * lower_bound():
             return
+        self.move_boundaries()
         search.start_again()
-        leaders = [each for each in search.leaders() if len(each.devices) > 1 and not each.recomputed]
-        for placement in leaders[:NUM_LEADERS]:
-            self._improve(placement, search.found[placement].rule, NUM_MOVES, TEMPERATURE)
         found: dict[tuple[int, int], tuple[float, Placement, GroupRule]] = {}
         least_left = (1 - SHARE_OF_ORDERS) * self.events_left
         for placement, rule in self._orders():
@@ -97,6 +97,19 @@ class GroupSearch:
         best = sorted(found.values(), key=lambda each: each[0])[:NUM_CHANGED]
         for number, (ticks, placement, rule) in enumerate(best):
             self._change(ticks, placement, rule, self.events_left * (len(best) - number - 1) / len(best))
+
+    def move_boundaries(self) -> bool:
+        """Move boundaries of the best allocations under their own orders; return whether the step is shorter."""
+        search = self.search
+        if search.simulated < self.m or not self.events_left:
+            return False
+        search.start_again()
+        before = search.best
+        leaders = [each for each in search.leaders() if len(each.devices) > 1 and not each.recomputed]
+        for placement in leaders[:NUM_LEADERS]:
+            if not search.ended():
+                self._improve(placement, search.found[placement].rule, NUM_MOVES_ALONE, TEMPERATURE_AFTER)
+        return search.best < before
 
     def _orders(self) -> Iterator[tuple[Placement, GroupRule]]:
         """Yield allocations in turns, with stages that take equally long, and orders by groups."""
