@@ -4,12 +4,12 @@
     python examples/benchmarks/step_rivals/main.py plans [--algorithms madpipe contiguous] [--time-limit 20]
         [--numbers ...] [--jobs 1] [--label NAME]
     python examples/benchmarks/step_rivals/main.py report [--label NAME]
-    python examples/benchmarks/step_rivals/main.py bounds [--label NAME] [--others NAME]
+    python examples/benchmarks/step_rivals/main.py bounds [--label NAME] [--others NAME ...]
 
 ``rivals`` finds the best of each published schedule (``rivals.py``). ``plans`` asks the planner, in a new process
 for each plan. ``report`` writes ``results/report_NAME.md``. ``bounds`` computes the lower bounds anew, and writes
-how far the steps of the plans are above them: ``results/gaps_NAME.md``; with the plans of the label ``--others``
-in settings that the first has none of. A line is written as soon as it is known,
+how far the steps of the plans are above them: ``results/gaps_NAME.md``; with the plans of the labels ``--others``,
+the first that has one, in settings that ``--label`` has none of. A line is written as soon as it is known,
 and what ``results/`` has is not done again: a run may be stopped, continued and split. To plan again, give another
 label.
 """
@@ -100,15 +100,15 @@ def plan_row(setting: Setting, algorithm: str, time_limit: float) -> dict[str, A
     return row
 
 
-def write_gaps(settings: Sequence[Setting], label: str, others: str | None) -> None:
-    """Compute all bounds, and write them and the gaps of the plans of a label, and of another one beside."""
+def write_gaps(settings: Sequence[Setting], label: str, others: Sequence[str]) -> None:
+    """Compute all bounds, and write them and the gaps of the plans of a label, and of others beside."""
     bounds = [bound_row(each) for each in settings]
     (RESULTS / "bounds.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in bounds), encoding="utf-8")
-    plans = read_rows(RESULTS / f"plans_{label}.jsonl")
-    planned = {(row["number"], row["algorithm"]) for row in plans}
-    before = read_rows(RESULTS / f"plans_{others}.jsonl") if others else []
-    plans += [row for row in before if (row["number"], row["algorithm"]) not in planned]
-    text = gaps([asdict(each) for each in settings], plans, bounds)
+    plans: dict[tuple[int, str], dict[str, Any]] = {}
+    for each in (label, *others):
+        for row in read_rows(RESULTS / f"plans_{each}.jsonl"):
+            plans.setdefault((row["number"], row["algorithm"]), row)
+    text = gaps([asdict(each) for each in settings], list(plans.values()), bounds)
     (RESULTS / f"gaps_{label}.md").write_text(text, encoding="utf-8")
     print(text)
 
@@ -130,7 +130,9 @@ def main() -> None:
     parser.add_argument("--numbers", nargs="+", type=int, help="of the settings, in this order; left out: all")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--label", default="202611", help="name of the plans in results/")
-    parser.add_argument("--others", help="label of the plans in settings without one of --label")
+    parser.add_argument(
+        "--others", nargs="*", default=[], help="labels of plans in settings without one of --label"
+    )
     arguments = parser.parse_args()
     RESULTS.mkdir(exist_ok=True)
     known = {each.number: each for each in read_settings()}
