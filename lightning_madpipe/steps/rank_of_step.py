@@ -61,6 +61,13 @@ def told_as_process(step: str, strategy: Any, rank: int) -> Iterator[None]:
     decorators = [getattr(sys.modules[module], name) for module, name in DECORATORS if module in sys.modules]
     before = [getattr(each, "rank", None) for each in decorators]
     get_rank, before_in_step = dist.get_rank, strategy.rank_in_step
+
+    def restore() -> None:
+        dist.get_rank = get_rank
+        for each, rank_before in zip(decorators, before, strict=True):
+            each.rank = rank_before
+        strategy.rank_in_step = before_in_step
+
     try:
         strategy.rank_in_step = rank
         for each in decorators:
@@ -75,10 +82,10 @@ def told_as_process(step: str, strategy: Any, rank: int) -> Iterator[None]:
             warn_once(f"rank/{step}", NOT_HERE.format(step=step, error=type(error).__name__, own=own, rank=rank))
         raise
     finally:
-        dist.get_rank = get_rank
-        for each, rank_before in zip(decorators, before, strict=True):
-            each.rank = rank_before
-        strategy.rank_in_step = before_in_step
+        try:
+            restore()
+        finally:  # a signal handler may have raised within the former
+            restore()
 
 
 def tell_of_local_rank(own: int) -> None:

@@ -601,14 +601,17 @@ def test_a_metric_that_keeps_a_graph_is_copied_without_it() -> None:
     assert float(own.compute()) == 4.0 and own._forward_cache.grad_fn is None
 
 
+NO_NUMBER = "no number, as of a micro-batch in which nothing counts"
+
+
 @pytest.mark.parametrize(
     "error, words",
     [
         (0.0295, "2.95% off"),
-        (None, "not a number"),
+        (None, NO_NUMBER),
         (1e-6, "the same, and its gradient is another one"),
-        (math.nan, "not a number"),
-        (math.inf, "not a number"),
+        (math.nan, NO_NUMBER),
+        (math.inf, NO_NUMBER),
     ],
 )
 def test_how_far_a_mean_is_off_is_a_number_or_none(error: float | None, words: str) -> None:

@@ -30,6 +30,8 @@ from torch.utils.hooks import RemovableHandle
 
 pytest.importorskip("pytorch_lightning")
 
+from pytorch_lightning.utilities import rank_zero_only
+
 from lightning_madpipe.compat.elsewhere import HiddenTensors
 from lightning_madpipe.compat.optimizer_counts import _Listening
 from lightning_madpipe.steps import own_generators, step_runs
@@ -50,7 +52,10 @@ class Model(nn.Module):
         self.net = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         self._trainer = self.trainer = SimpleNamespace(
-            optimizers=[optimizer], loggers=["its own"], should_stop=False
+            optimizers=[optimizer],
+            loggers=["its own"],
+            should_stop=False,
+            strategy=SimpleNamespace(rank_in_step=None),
         )
 
     def forward(self, x: Any) -> Any:
@@ -85,7 +90,8 @@ def one_process(tmp_path):
 
 def runs_of(model: Model, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A run of the step of ``model`` on the rank of the last stage."""
-    pipeline = SimpleNamespace(elsewhere=SimpleNamespace(listed=listed), mpu=None)
+    grid = SimpleNamespace(get_data_parallel_rank=lambda: 1)  # another rank than that of the process
+    pipeline = SimpleNamespace(elsewhere=SimpleNamespace(listed=listed), mpu=lambda: grid)
     monkeypatch.setattr(step_runs, "pipeline_of", lambda _: pipeline)
     draws = OwnGenerators(model, (), ValueError)
     runs = step_runs.StepRuns(
@@ -120,6 +126,9 @@ def replaceable(model: Model) -> dict[str, Any]:
         "parameters listed": HiddenTensors.listing,
         "hooks' handles": RemovableHandle.__init__,
         "counts told": _Listening.tell,
+        "rank": dist.get_rank,
+        "rank in the step": model.trainer.strategy.rank_in_step,
+        "rank of decorators": rank_zero_only.rank,
     }
 
 

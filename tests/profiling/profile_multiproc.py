@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 import time
@@ -25,6 +24,7 @@ from deepspeed_partition.profiling import (
 )
 from deepspeed_partition.profiling.links import SMALL_BYTES, _another, _shared_seconds
 from tests.profiling.networks import networks
+from tests.profiling.seen import noting
 
 QUICK = {"warm_up": 1, "repeats": 1, "device": "cpu"}
 SIZES = (
@@ -86,19 +86,17 @@ def whole_and_staged() -> dict[str, Any]:
 
 def who_measured() -> list[list[int]]:
     """Which of 5 layers each rank spent its repeats on; a hand-over runs a layer once."""
-    counts = [
-        itertools.count() for _ in range(5)
-    ]  # which is not put back behind a measurement, as a number would be
+    name, seen = noting()
 
     def counting(index: int) -> Any:
         def layer(x: torch.Tensor) -> torch.Tensor:
-            next(counts[index])
+            sys.audit(name, index)
             return x + 1
 
         return layer
 
     profile_chain([counting(index) for index in range(5)], torch.zeros(5, 8), **QUICK)
-    return everywhere([index for index, count in enumerate(counts) if next(count) > 1])
+    return everywhere([index for index in range(5) if seen.count(index) > 1])
 
 
 def errors() -> dict[str, list[str]]:
