@@ -12,6 +12,7 @@ import pytest
 
 from deepspeed_partition import Chain, Platform
 from deepspeed_partition.planner.allocation import Placement
+from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.solvers.interface import Problem
 from deepspeed_partition.planner.solvers.step import group_search
 from deepspeed_partition.planner.solvers.step.group_search import GroupSearch
@@ -155,3 +156,15 @@ def test_a_search_that_is_near_its_bound_ends():
     before = dict(search.found)
     GroupSearch(search).run(lambda: int(search.best))
     assert search.found == before
+
+
+def test_a_search_that_is_stopped_ends():
+    search = search_of(problem(1, 3, 2))
+    before, group = dict(search.found), GroupSearch(search)
+    search.deadline = Deadline()
+    search.deadline.stop()
+    group.run(lambda: 0)
+    assert search.found == before
+    made, placement = search.problem, search.leaders()[0]
+    many = ManyCuts(made, step_engine(made, placement), ran(made, placement, search.found[placement].rule))
+    assert group._walk(many, np.array(placement.cuts), 10**9, 0.01) is None  # would take days

@@ -192,6 +192,8 @@ class GroupSearch:
         best, found = float(far), None
         longest = max(1, int(start[-1]) // (2 * num_stages))
         for move in range(num_moves):
+            if self.search.out_of_time():  # a move takes up to 50 ms
+                break
             proposed = cuts.copy()
             distance = np.exp(self.draws.random(NUM_SIDE_BY_SIDE) * np.log(longest + 1)).astype(np.int64)
             for share in (1.0, 0.4):  # one boundary always, another one now and then
