@@ -231,8 +231,14 @@ def _copy_of(iterator: Any) -> Any:
     """An iterator that gives the same, and goes its own way; None where there is none."""
     if type(iterator) is not itertools.count:
         return copy.copy(iterator)
-    with suppress(ValueError, SyntaxError):  # of numbers of other kinds
-        return itertools.count(*ast.literal_eval(f"({repr(iterator)[len('count(') : -1]},)"))
+    numbers = numbers_of_count(iterator)
+    return None if numbers is None else itertools.count(*numbers)
+
+
+def numbers_of_count(count: Any) -> tuple[Any, ...] | None:
+    """The next number of an ``itertools.count``, and its step unless that is 1; None of numbers of other kinds."""
+    with suppress(ValueError, SyntaxError):
+        return tuple(ast.literal_eval(f"({repr(count)[len('count(') : -1]},)"))
     return None
 
 

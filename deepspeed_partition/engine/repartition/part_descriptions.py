@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import enum
 import itertools
 import pickle
@@ -30,7 +29,7 @@ from deepspeed_partition.engine.pipeline.parts import (
 )
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.generators import generator_state, generators_of, set_generator_state
-from deepspeed_partition.kept_values import itself, state_of
+from deepspeed_partition.kept_values import itself, numbers_of_count, state_of
 from deepspeed_partition.profiling.attributes import attributes_of, mark
 from deepspeed_partition.profiling.sources import users_names
 
@@ -106,18 +105,16 @@ class GeneratorState:
 
 @dataclass(frozen=True, slots=True)
 class IteratorState:
-    """A count, as another process can have it."""
+    """An ``itertools.count``, as another process can have it."""
 
     numbers: tuple[Any, ...]
-    """Its next number and its step."""
+    """The next number that the count gives, and its step unless that is 1."""
 
     @classmethod
     def of(cls, count: Any) -> IteratorState | None:
         """The state of a count of numbers; None of a count of anything else."""
-        try:
-            return cls(ast.literal_eval(f"({repr(count)[len('count(') : -1]},)"))
-        except (SyntaxError, ValueError):
-            return None
+        numbers = numbers_of_count(count)
+        return None if numbers is None else cls(numbers)
 
 
 @dataclass(frozen=True, slots=True)

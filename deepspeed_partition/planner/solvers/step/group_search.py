@@ -26,6 +26,7 @@ from random import Random
 import numpy as np
 
 from deepspeed_partition.planner.allocation import Placement
+from deepspeed_partition.planner.solvers.step.annealing import FEWEST_LAYERS, LITTLE_IS_LEFT
 from deepspeed_partition.planner.solvers.step.many_cuts import Integers, ManyCuts
 from deepspeed_partition.planner.solvers.step.orders import GroupRule, Rule
 from deepspeed_partition.planner.solvers.step.step_search import Outcome, StepSearch, step_engine
@@ -54,10 +55,6 @@ NUM_CHANGED = 3
 """Number of orders that are changed."""
 NUM_LEADERS = 6
 """Number of allocations of other searches whose boundaries are moved."""
-FEWEST_LAYERS = 13
-"""Number of layers from which on boundaries are many."""
-LITTLE_IS_LEFT = 1.01
-"""Factor of the lower bound within which a step is left as it is."""
 SEED = 2021
 
 
