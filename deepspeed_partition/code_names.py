@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from deepspeed_partition.cached_results import CACHE
+
 LIBRARIES = (
     "deepspeed", "deepspeed_partition", "lightning", "lightning_fabric", "lightning_madpipe", "pytorch_lightning",
     "torch",
@@ -78,8 +80,10 @@ def names_read(function: FunctionType, kind: type | None) -> Iterator[Name]:
     if function.__closure__:
         cells = _Cells(dict(zip(function.__code__.co_freevars, function.__closure__, strict=True)))
         around = function.__qualname__.partition(".<locals>")[0]
-        for key in cells:
+        for key, value in cells.items():
             yield Name(around, key, cells, key)
+            if isinstance(value, type) and not is_librarys(value) and value is not kind:
+                yield from _data_of_class(value, key)
     names = names_in(function.__code__)
     for key in names:
         value = function.__globals__.get(key)
@@ -138,8 +142,12 @@ def _data_of_class(kind: Any, written: str) -> Iterator[Name]:
     """The attributes of a class that code names, but for its functions; ``written`` is how it calls the class."""
     for owner in kind.__mro__:
         for key, value in () if is_librarys(owner) or owner is object else list(vars(owner).items()):
-            if not key.startswith("__") and not callable(value) and not hasattr(type(value), "__get__"):
+            if _is_data_of_class(key, value):
                 yield Name(owner.__name__, key, _Members(owner), f"{written}.{key}")
+
+
+def _is_data_of_class(key: str, value: Any) -> bool:
+    return not key.startswith("__") and not callable(value) and not hasattr(type(value), "__get__")
 
 
 @cache
@@ -152,6 +160,30 @@ def is_installed(module: str | None) -> bool:
     file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
     # A path in a .pth file or in PYTHONPATH may bring packages of another environment.
     return file.startswith(folders) or not PACKAGES.isdisjoint(file.split(os.sep))
+
+
+class ClassData(MutableMapping[str, Any]):
+    """The attributes of a class that are data, such as a counter."""
+
+    def __init__(self, kind: type) -> None:
+        self._members = _Members(kind)
+
+    def __getitem__(self, name: str) -> Any:
+        if not _is_data_of_class(name, value := self._members[name]):
+            raise KeyError(name)
+        return value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._members[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._members[name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from [name for name, value in self._members.items() if _is_data_of_class(name, value)]
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def names_in(code: CodeType) -> list[str]:
@@ -203,6 +235,8 @@ class CodeSearch:
         """All names in the code."""
         self.functions: list[FunctionType] = []
         """Those that were read."""
+        self.caches: dict[str, Any] = {}
+        """Functions that keep their results, by name."""
         self._is_of_program, self._seen = is_of_program, set[int]()
 
     def read(self, code: Any, kind: type | None) -> None:
@@ -213,6 +247,9 @@ class CodeSearch:
             return
         self._seen.add(id(function))
         self.functions.append(function)
+        wrapper = attribute_of(code, "__func__", code)
+        if isinstance(wrapper, CACHE):
+            self.caches[f"{function.__module__}.{function.__qualname__}()"] = wrapper
         self.written.update(names_in(function.__code__))
         for name in _defaults_of(function):
             self._keep(name)

@@ -12,9 +12,11 @@ Trainer and in the environment.
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextvars import Context, ContextVar, copy_context
 from types import FunctionType, ModuleType
 from typing import Any, Literal, cast
 
@@ -22,6 +24,7 @@ import numpy
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from deepspeed_partition.cached_results import FILLED, OF_WRAPPERS, cache_kept, may_differ
 from deepspeed_partition.code_names import (
     STEPS,
     CodeSearch,
@@ -33,7 +36,7 @@ from deepspeed_partition.code_names import (
 )
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.generators import GENERATORS
-from deepspeed_partition.raw_states import has_raw_state, raw_size
+from deepspeed_partition.raw_states import has_raw_state, raw_size, raw_state
 from lightning_madpipe.module import named_owners, outside_pipeline
 from lightning_madpipe.steps.reached_objects import MOST_OBJECTS, ReachedObjects
 from lightning_madpipe.steps.step_side_effects import Place
@@ -63,6 +66,8 @@ class BesideModule:
         """Callbacks and data of the program, as they were when places were begun to be looked at."""
         self._num_looks, self._is_close = 0, True
         self._told: set[Place] = set()
+        self._context: Context | None = None
+        """The variables of the context after steps that are not undone yet, where one has no value before."""
         self.files: dict[str, Any] = {}
         """Files that are open for writing, and databases, by name, as they were reached last."""
         # Its own package is the program's even where it is installed.
@@ -125,6 +130,9 @@ class BesideModule:
         for function in self._search.functions:
             if vars(function):
                 yield f"{function.__module__}.{function.__qualname__}", function
+        for called, cache in self._search.caches.items():
+            if not vars(cache).keys() <= OF_WRAPPERS:
+                yield called, cache
 
     def _read(self, code: Iterable[Any]) -> None:
         """Read the methods of classes, and functions, for what they name."""
@@ -157,8 +165,8 @@ class BesideModule:
             if _is_data(attributes[key]):
                 yield Place(TRAINER, "beside", key), attributes[key]
 
-    def table(self, owner: str) -> MutableMapping[str, Any]:
-        """Where the values of an owner stand.
+    def table(self, owner: str, name: str) -> MutableMapping[str, Any]:
+        """Where the value of an owner stands that has this name.
 
         Raises:
             KeyError: no such owner is on this rank.
@@ -167,9 +175,9 @@ class BesideModule:
             return os.environ
         if owner == TRAINER:
             return vars(self._module.trainer)
-        for place, name in self._names.items():
-            if place.owner == owner:
-                return name.table
+        own = self._names.get(Place(owner, "beside", name))
+        if own is not None:
+            return own.table
         return vars(self._found_owners()[owner])
 
     def begin(self, *, undoable: bool) -> None:
@@ -213,6 +221,44 @@ class BesideModule:
     def note_change(self, place: Place) -> None:
         """Note that a step has changed a place: from now on all of it is looked at."""
         self._changed.add(place)
+
+    def caches_kept(self) -> Callable[[], None]:
+        """Return what takes out what functions with a cache and variables without a value have got since."""
+        restoring = {name: (cache, cache_kept(cache)) for name, cache in self._search.caches.items()}
+        context = None if self._context is None else self._context.copy()
+
+        def restore() -> None:
+            self._context = context
+            for name, (cache, restored) in restoring.items():
+                if not restored() and self._may_differ(cache):
+                    warn_once(f"cache/{name}", FILLED.format(name=name))
+
+        return restore
+
+    def _may_differ(self, cache: Any) -> bool:
+        search = CodeSearch(self.is_programs)
+        search.read(cache, None)
+        return may_differ(search.functions, [name.value for name in search.found.values()])
+
+    def context_apart(self, others_follow: bool) -> Context | None:
+        """A context for a step whose traces are undone; None where that of this thread can be put back.
+
+        A variable of the context that has no value cannot be made so again once a step has set it.
+
+        Args:
+            others_follow: Whether what the step sets is to be there for the next one, until it is undone.
+        """
+        values = itertools.chain(
+            (name.value for name in self._names.values()),
+            (value for _, owner in outside_pipeline(self._module) for value in vars(owner).values()),
+        )
+        if not any(type(value) is ContextVar and not raw_state(value) for value in values):
+            return None
+        if not others_follow:
+            return copy_context() if self._context is None else self._context.copy()
+        if self._context is None:
+            self._context = copy_context()
+        return self._context
 
     def is_of_program(self, value: Any) -> bool:
         """Whether the class of an object is the program's own, and not one of an installed package."""

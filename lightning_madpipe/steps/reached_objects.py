@@ -2,8 +2,8 @@
 
 They are looked for in attributes of modules, in globals and in other objects, also in lists, tuples, dicts and
 deques, behind bound methods and ``functools.partial``. Classes of torch, of the hosts and of Python itself are
-left out, but for those that only hold attributes (``SimpleNamespace``). Functions count for the attributes that
-are set on them.
+left out, but for those that only hold attributes (``SimpleNamespace``). Functions and classes of the program count
+for the attributes that are set on them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import is_dataclass
+from enum import Enum
 from functools import cache, partial
 from io import IOBase
 from itertools import islice
@@ -23,8 +24,18 @@ import numpy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from deepspeed_partition.cached_results import CACHE
 from deepspeed_partition.capture.draws import Rewindable
-from deepspeed_partition.code_names import LIBRARIES, SlotsOf, attribute_of, is_librarys, module_of, slots_of
+from deepspeed_partition.code_names import (
+    LIBRARIES,
+    ClassData,
+    SlotsOf,
+    attribute_of,
+    is_installed,
+    is_librarys,
+    module_of,
+    slots_of,
+)
 from deepspeed_partition.generators import GENERATORS
 
 MOST_OBJECTS = 300
@@ -97,7 +108,7 @@ class ReachedObjects:
 
     def _children(self, name: str, value: Any) -> Iterable[tuple[str, Any]] | None:
         """What is in a value and may lead to objects, by name; None where there is nothing to look for."""
-        if _is_other(value):
+        if _is_other(value) and not (isinstance(value, type) and _is_programs_data(value)):
             self._note_file(name, value)
             return None
         found: list[tuple[str, Any]] = []
@@ -125,15 +136,17 @@ class ReachedObjects:
             return found or None
         if not _is_record(value):
             self.by_name[name] = value
-            self._note_code(value if isinstance(value, FunctionType) else type(value))
+            self._note_code(value if isinstance(value, FunctionType | type) else type(value))
         return [*found, *((f"{name}.{key}", child) for key, child in table.items() if type(child) not in _PLAIN)]
 
 
 def attributes_of(value: Any) -> MutableMapping[str, Any] | None:
     """The attributes of an object or a function of the program, in its dict and slots; None of anything else."""
     kind: Any = type(value)
-    if isinstance(value, FunctionType):
+    if isinstance(value, FunctionType | CACHE):
         return None if is_librarys(value) else vars(value)
+    if isinstance(value, type):
+        return ClassData(value) if _is_programs_data(value) else None
     if _is_other(value) or not _is_followed(kind):
         return None
     slots, table = slots_of(kind), attribute_of(value, "__dict__")
@@ -157,6 +170,11 @@ def _is_other(value: Any) -> bool:
 @cache
 def _are_others(kind: type) -> bool:
     return issubclass(kind, _OTHERS)
+
+
+def _is_programs_data(kind: type) -> bool:
+    """Whether a class may have counters and the like: one of the program, and no module or enumeration."""
+    return not is_installed(module_of(kind)) and not issubclass(kind, (*_OTHERS, Enum)) and type(kind) is type
 
 
 @cache

@@ -6,6 +6,7 @@ import functools
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import Context
 from typing import Any
 
 import numpy
@@ -65,6 +66,9 @@ class StepRuns:
         self._traces = traces
         self._counts_told: set[str] = set()
         self._writing_told: dict[str, WritingTold] = {}
+        self.context_apart: Callable[[bool], Context | None] = lambda _: None
+        """The context with the variables of a step whose traces are undone, given whether it is rehearsed and
+        others follow; None: it runs in that of this thread."""
         self.open_files = OpenFiles()
         """What steps may write to that was open before them."""
         self.ended: Mapping[str, int] = {}
@@ -100,6 +104,37 @@ class StepRuns:
             within: Is given the contexts of this run: whoever closes them at the call of the layers is left with
                 what the step itself has set.
         """
+        run = functools.partial(
+            self._run,
+            micro_batch,
+            answer,
+            log,
+            record,
+            again=again,
+            rehearsing=rehearsing,
+            only_inputs=only_inputs,
+            is_behind=is_behind,
+            begins=begins,
+            within=within,
+        )
+        is_undone = rehearsing or (only_inputs and within is None)
+        context = self.context_apart(not only_inputs) if is_undone else None
+        return run() if context is None else context.run(run)
+
+    def _run(
+        self,
+        micro_batch: MicroBatch,
+        answer: Callable[..., Any],
+        log: Callable[..., None],
+        record: Callable[[Call], None],
+        *,
+        again: bool,
+        rehearsing: bool,
+        only_inputs: bool,
+        is_behind: bool,
+        begins: Callable[[], AbstractContextManager[object]] | None,
+        within: list[ExitStack] | None,
+    ) -> Any:
         data = _cloned(micro_batch.data) if again else micro_batch.data
         own = list(tensors_of(micro_batch.data))  # which a step may take out of a list or a dict
         versions = [(tensor, tensor._version) for tensor in tensors_of(data)]

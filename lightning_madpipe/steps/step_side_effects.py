@@ -63,8 +63,8 @@ class Beside(Protocol):
     def places(self) -> Iterator[tuple[Place, Any]]:
         """Every place with its value now."""
 
-    def table(self, owner: str) -> MutableMapping[str, Any]:
-        """Where the values of an owner stand."""
+    def table(self, owner: str, name: str) -> MutableMapping[str, Any]:
+        """Where the value of an owner stands that has this name."""
 
     def reached(self, attributes: Sequence[tuple[str, Any]]) -> dict[str, Any]:
         """The objects of the program that steps reach, from attributes and from beside the module, by name."""
@@ -74,6 +74,9 @@ class Beside(Protocol):
 
     def look(self, place: Place, value: Any) -> Literal["whole", "versions", "checksum", "identity"]:
         """Whether to copy a value, or to look at its tensors' versions, at a checksum, or at which one it is."""
+
+    def caches_kept(self) -> Callable[[], None]:
+        """Return what takes out what functions with a cache and variables without a value have got since."""
 
     def note_change(self, place: Place) -> None:
         """Note that a step has changed a place."""
@@ -152,6 +155,7 @@ class Leftovers:
         self._known = set(map(id, self.objects.values()))
         self._note_opaque(memo, lambda _: True)
         self._look_beside(beside, undoable, may_be_undone)
+        self._restore_caches = beside.caches_kept() if beside is not None and undoable else None
 
     def _look_beside(self, beside: Beside | None, undoable: bool, may_be_undone: bool) -> None:
         """Look at what is beside the module, and at the attributes of objects."""
@@ -269,6 +273,8 @@ class Leftovers:
                 table[change.place.name] = seen.value
             else:
                 del table[change.place.name]
+        if self._restore_caches is not None:
+            self._restore_caches()
 
     def _places(self) -> Iterator[tuple[Place, Any]]:
         for path, owner in outside_pipeline(self._module):
@@ -347,7 +353,7 @@ def _table(
         return table
     if place.kind == "beside":
         assert beside is not None, "what is beside the module is found by it"
-        return beside.table(place.owner)
+        return beside.table(place.owner, place.name)
     owner = module.get_submodule(place.owner)
     return owner._buffers if place.kind == "buffer" else vars(owner)
 

@@ -140,6 +140,7 @@ class UserSteps:
         self.beside = BesideModule(module)
         """What steps may change beside the module."""
         self._runs = StepRuns(module, self.call, context, error, self.draws, is_cut, traces)
+        self._runs.context_apart = self.beside.context_apart
         self.call_states = CallStates(module, error, self.beside) if is_cut else None
         """The state in which steps call the layers; None where this rank runs them all."""
 

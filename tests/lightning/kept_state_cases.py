@@ -8,6 +8,7 @@ from __future__ import annotations
 import array
 import contextvars
 import ctypes
+import functools
 import multiprocessing
 import queue
 import threading
@@ -71,6 +72,45 @@ def raised_number(state: Any) -> float:
     return float(state.number)
 
 
+def set_anew(state: Any) -> float:
+    state.set(state.get(0) + 1)
+    return float(state.get())
+
+
+def with_class_around() -> Counting:
+    class Local:
+        number = 0
+
+    def count(_: Any) -> float:
+        Local.number += 1
+        return float(Local.number)
+
+    return None, count
+
+
+def held_class() -> Any:
+    class Held:
+        number = 0
+
+    return Held
+
+
+def with_cache(keeps: Callable[..., Any]) -> Counting:
+    """A function that keeps its results counts how often it has found none."""
+    asked, number = [0], [0]
+
+    @keeps
+    def kept(_: int) -> int:
+        number[0] += 1
+        return number[0]
+
+    def count(_: Any) -> float:
+        asked[0] += 1
+        return float(kept((asked[0] + 1) // 2))
+
+    return None, count
+
+
 def numbers(folder: Path) -> Any:
     path = folder / "numbers"
     path.write_text("".join(f"{number}\n" for number in range(100)))
@@ -90,6 +130,10 @@ KINDS: dict[str, Callable[[Path], Counting]] = {
     "queue by rank": lambda _: (queue.PriorityQueue(), put),
     "simple queue": lambda _: (queue.SimpleQueue(), put),
     "variable of a context": lambda _: (contextvars.ContextVar("number", default=0), set_in_context),
+    "variable without a value": lambda _: (contextvars.ContextVar("number"), set_anew),
+    "class of a function": lambda _: with_class_around(),
+    "class that is held": lambda _: (held_class(), raised_number),
+    "kept results": lambda _: with_cache(functools.cache),
     "variables of a thread": lambda _: (of_thread(), raised_number),
     "lines": lambda folder: (numbers(folder).open(), lambda file: float(file.readline())),
     "bytes of a file": lambda folder: (numbers(folder).open("rb"), lambda file: file.read(1)[0] % 7),

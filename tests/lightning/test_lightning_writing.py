@@ -85,8 +85,9 @@ def test_tensors_that_calls_change_in_place_are_those_of_one_process(two: Record
     "kind",
     [
         "class of another file", "array", "bytes", "view of bytes", "number of C", "array of C", "shared value",
-        "shared array", "queue", "queue by rank", "simple queue", "variable of a context", "variables of a thread",
-        "lines", "bytes of a file",
+        "shared array", "queue", "queue by rank", "simple queue", "variable of a context",
+        "variable without a value", "variables of a thread", "class of a function", "class that is held",
+        "kept results", "lines", "bytes of a file",
     ],
 )  # fmt: skip
 def test_what_a_step_counts_in_gives_the_losses_of_one_process(two: Records, kind: str) -> None:
