@@ -60,6 +60,31 @@ def set_generator_state(generator: Any, state: Any) -> None:
         _bits_of(generator).state = state
 
 
+def common_states() -> dict[str, Any]:
+    """Where the common generators of Python, NumPy and torch are, by their names; to be compared with ``==``."""
+    kind, words, *rest = COMMON["numpy.random"].get_state()
+    states = {
+        "random": COMMON["random"].getstate(),
+        "numpy.random": (kind, words.tobytes(), *rest),
+        "torch": torch.get_rng_state().numpy().tobytes(),
+    }
+    if torch.cuda.is_initialized():
+        states["torch.cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
+    return states
+
+
+def set_common_state(name: str, state: Any) -> None:
+    """Put a common generator to where :func:`common_states` has found it."""
+    if name == "random":
+        COMMON[name].setstate(state)
+    elif name == "numpy.random":
+        kind, words, *rest = state
+        COMMON[name].set_state((kind, np.frombuffer(words, np.uint32), *rest))
+    else:
+        numbers = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        (torch.set_rng_state if name == "torch" else torch.cuda.set_rng_state)(numbers)
+
+
 def _bits_of(generator: Any) -> Any:
     return generator.bit_generator if isinstance(generator, np.random.Generator) else generator
 

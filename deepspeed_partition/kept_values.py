@@ -24,9 +24,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import GeneratorType
 from typing import Any, NamedTuple, TypeAlias
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from deepspeed_partition.capture.draws import Rewindable
+from deepspeed_partition.generators import common_states, set_common_state
 from deepspeed_partition.raw_states import has_raw_state, is_raw_state, put_raw_state, raw_size, raw_state
 
 MOST_BYTES = 2**28
@@ -47,6 +48,11 @@ STAYS = (
     "undone: use an attribute, a list or a buffer in its place, or do it in the program's loop"
 )
 """What is said once of a value that cannot be made what it was."""
+DRAWN_EARLY = (
+    "{name} ({kind}) draws from a common random generator ({generator}): its first items were drawn while layers "
+    "or the loss function ran to be measured or tried, and are other numbers than without that. Let it draw from "
+    "a generator of its own, such as torch.Generator() or random.Random(0)"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -81,15 +87,16 @@ def kept_in_place(value: Any) -> Callable[[], object] | None:
     return _raw_kept(value)
 
 
-def kept_by_another(value: Any, say: Say) -> Kept | None:
+def kept_by_another(value: Any, name: str) -> Kept | None:
     """Let something else stand in the place of a value meanwhile; None where nothing has to.
 
     Files and databases stay where they are. What this thread writes to a file is dropped until it is restored, and
     what it changes in a database is rolled back.
     """
-    if type(value) is Given:
-        return Kept(value, value.held())
-    if Rewindable in type(value).__mro__:  # it says that it is of the class of what it stands for
+    say = say_of(name, value)
+    if (
+        type(value) is not Given and Rewindable in type(value).__mro__
+    ):  # it says that it is of the class of what it stands for
         place = value.madpipe_place
         return Kept(value, lambda: _back_to(value, place))
     if isinstance(value, io.IOBase):
@@ -101,7 +108,7 @@ def kept_by_another(value: Any, say: Say) -> Kept | None:
     elif isinstance(value, _kind("sqlite3", "Connection") or ()):
         back = _database_kept(value, say)
     else:
-        return _iterator_kept(value)
+        return iterator_kept(value, name)
     return None if back is None else Kept(value, lambda: (back(), value)[1])
 
 
@@ -135,14 +142,40 @@ def state_of(value: Any) -> Any:
 # Iterators
 
 
+class Hold:
+    """A place of an iterator that stands for another one, to which it may be put back as long as this is there."""
+
+    __slots__ = ("__weakref__", "is_measuring", "place")
+
+    def __init__(self, place: int, *, is_measuring: bool) -> None:
+        self.place, self.is_measuring = place, is_measuring
+
+
+class _Item(NamedTuple):
+    """What an iterator gave."""
+
+    item: Any
+    state: Any
+    """What tells where the iterator was before."""
+    drawn: dict[str, tuple[Any, Any]]
+    """Common generators that it drew from, with their states before and after."""
+
+
 class Given(Rewindable):
-    """An iterator that can give again what was taken from another one, which is asked for everything else."""
+    """An iterator that can give again what was taken from another one, which is asked for everything else.
 
-    __slots__ = ("__weakref__", "_items", "_num_held", "_states")
+    What it gives again leaves the common random generators as when it was drawn, if they are where they were then.
+    Lightning's steps have ``Replayed`` in the place of this. Their runs are seeded by the number of the
+    micro-batch, so an item is the same there on ranks whose generators differ; and the program sees what stands
+    there for a whole training, so it is of the iterator's class, with all special methods.
+    """
 
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self.madpipe_iterator, self._items, self._states = iterator, list[Any](), list[Any]()
-        self.madpipe_place = self._num_held = 0
+    __slots__ = ("__weakref__", "_holds", "_items", "_name", "_num_forgotten")
+
+    def __init__(self, iterator: Iterator[Any], name: str = "") -> None:
+        self.madpipe_iterator, self._items, self._name = iterator, list[_Item](), name
+        self._holds: WeakSet[Hold] = WeakSet()
+        self.madpipe_place = self._num_forgotten = 0
 
     @property
     def iterator(self) -> Iterator[Any]:
@@ -150,61 +183,92 @@ class Given(Rewindable):
         return self.madpipe_iterator
 
     @property
+    def _is_given_again(self) -> bool:
+        return self.madpipe_place - self._num_forgotten < len(self._items)
+
+    @property
     def state(self) -> Any:
         """What tells where it is: where the other one was before it gave the next item."""
-        is_given_again = self.madpipe_place < len(self._states)
-        return self._states[self.madpipe_place] if is_given_again else state_of(self.madpipe_iterator)
+        if self._is_given_again:
+            return self._items[self.madpipe_place - self._num_forgotten].state
+        return state_of(self.madpipe_iterator)
 
     def __next__(self) -> Any:
-        if self.madpipe_place < len(self._items):
-            item = self._items[self.madpipe_place]
+        if self._is_given_again:
+            found = self._items[self.madpipe_place - self._num_forgotten]
+            self._draw_again(found.drawn)
         else:
-            state = state_of(self.madpipe_iterator) if self._num_held else None
-            item = next(self.madpipe_iterator)
-            self._items.append(item)
-            self._states.append(state)
+            found = self._drawn()
+            self._items.append(found)
         self.madpipe_place += 1
         self._forget()
-        return item
+        return found.item
+
+    def _drawn(self) -> _Item:
+        state = state_of(self.madpipe_iterator) if self._holds else None
+        before = common_states()
+        item = next(self.madpipe_iterator)
+        now = common_states()
+        return _Item(
+            item, state, {name: (before[name], now[name]) for name in before if now[name] != before[name]}
+        )
+
+    def _draw_again(self, drawn: dict[str, tuple[Any, Any]]) -> None:
+        """Let the common generators be where they were behind an item."""
+        now = common_states() if drawn else {}
+        for name, (before, after) in drawn.items():
+            if now[name] == before:
+                set_common_state(name, after)
+            elif not any(hold.is_measuring for hold in self._holds):
+                kind = type(self.madpipe_iterator).__name__
+                tell_once(
+                    f"drawn early/{self._name}", DRAWN_EARLY.format(name=self._name, kind=kind, generator=name)
+                )
 
     def __getattr__(self, name: str) -> Any:
         if name in (*Given.__slots__, *Rewindable.__slots__) or name.startswith("__"):  # while it is copied
             raise AttributeError(name)
         return getattr(self.madpipe_iterator, name)
 
-    def held(self) -> Callable[[], Any]:
-        """Keep what is given from now on; return what lets it be given again, and returns the iterator for it."""
-        place, is_held = self.madpipe_place, True
-        self._num_held += 1
+    def held(self, *, is_measuring: bool = True) -> Callable[[], Any]:
+        """Keep what is given from now on; return what lets it be given again, and returns the iterator for it.
+
+        It is kept as long as what this returns is there.
+        """
+        hold = Hold(self.madpipe_place, is_measuring=is_measuring)
+        self._holds.add(hold)
 
         def restored() -> Any:  # at each place where it stands
-            nonlocal is_held
-            if is_held:
-                is_held = False
-                self.madpipe_place = place
-                self._num_held -= 1
+            if hold in self._holds:
+                self.madpipe_place = hold.place
+                self._holds.discard(hold)
                 self._forget()
-            return self if self._items or self._num_held else self.madpipe_iterator
+            return self if self._is_given_again or self._holds else self.madpipe_iterator
 
         return restored
 
     def _forget(self) -> None:
-        if not self._num_held:
-            del self._items[: self.madpipe_place], self._states[: self.madpipe_place]
-            self.madpipe_place = 0
+        oldest = min((hold.place for hold in self._holds), default=self.madpipe_place)
+        num_forgotten = min(oldest, self.madpipe_place) - self._num_forgotten
+        if num_forgotten > 0:
+            del self._items[:num_forgotten]
+            self._num_forgotten += num_forgotten
 
 
 _GIVEN: WeakValueDictionary[int, Given] = WeakValueDictionary()
 
 
-def _iterator_kept(value: Any) -> Kept | None:
+def iterator_kept(value: Any, name: str, *, is_measuring: bool = True) -> Kept | None:
+    """Let something else stand in the place of an iterator, as :func:`kept_by_another`; None of anything else."""
     kind = type(value)
+    if kind is Given:
+        return Kept(value, value.held(is_measuring=is_measuring))
     copy_of = _copy_of(value) if kind in _COPIED else None
     if copy_of is not None:
         return Kept(copy_of, lambda: value)
     if kind in (*_COPIED, *_GIVEN_AGAIN) or (kind.__module__ == "itertools" and isinstance(value, Iterator)):
-        given = _GIVEN.setdefault(id(value), Given(value))  # it keeps the iterator, and its identity
-        return Kept(given, given.held())
+        given = _GIVEN.setdefault(id(value), Given(value, name))  # it keeps the iterator, and its identity
+        return Kept(given, given.held(is_measuring=is_measuring))
     return None
 
 

@@ -25,7 +25,7 @@ from deepspeed_partition.code_names import (
     slots_of,
 )
 from deepspeed_partition.generators import GENERATORS, generator_state, members_of, set_generator_state
-from deepspeed_partition.kept_values import copied, itself, kept_by_another, kept_in_place, say_of, state_of
+from deepspeed_partition.kept_values import copied, itself, kept_by_another, kept_in_place, state_of
 
 PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
 """Types of values that nothing changes in place."""
@@ -378,7 +378,7 @@ class _Remembering:
             return self._made_anew(value, (value.__self__,), depth, lambda owner: getattr(owner[0], name))
         if not self._by_others:
             return copied(value)
-        kept = kept_by_another(value, say_of(self._name, value))
+        kept = kept_by_another(value, self._name)
         if kept is None:
             return None
         restore = self._restorer(value, depth) if kept.meanwhile is value else _nothing

@@ -39,7 +39,9 @@ _OWN = frozenset(
 class Replayed(Rewindable):
     """What stands for an iterator, and can be put back to where it was since :func:`forget_items`.
 
-    It is used like the iterator, of which it has all attributes; its own have names that no program uses.
+    It is used like the iterator, of which it has all attributes; its own have names that no program uses. Layers
+    that are measured have ``kept_values.Given`` in the place of this: what they draw for an item goes by the
+    common generators, and not by the item's number.
     """
 
     __slots__ = ("__weakref__", "_madpipe_items", "_madpipe_name", "_madpipe_num_forgotten", "_madpipe_seed")

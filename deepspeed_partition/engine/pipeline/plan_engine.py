@@ -66,6 +66,7 @@ from deepspeed_partition.engine.runtime.boundary_shapes import Shapes
 from deepspeed_partition.engine.runtime.collectives import gather_objects, own_groups, reduced
 from deepspeed_partition.engine.runtime.environment import announce, warn_once
 from deepspeed_partition.engine.runtime.first_failure import is_raised_by_all, raised_by_all
+from deepspeed_partition.engine.runtime.random_state import DrawnAtOnce
 from deepspeed_partition.engine.runtime.recorded_timeline import Recorder
 from deepspeed_partition.engine.runtime.shared_outputs import SharedOutputs
 from deepspeed_partition.engine.runtime.step_watch import StepWatch
@@ -94,6 +95,14 @@ class LossCost:
     backward_seconds: float
     peak_bytes: int
     """The most bytes at once: the outputs of the batch, what the loss keeps of them, and their gradients."""
+
+
+DRAWN_AT_ONCE = (
+    "the data iterator and the layers of one rank draw from one common generator ({name}; seed_layers sets it, "
+    "too): all micro-batches of a batch are read before the first is computed, and plain DeepSpeed reads one at a "
+    "time, so both get other numbers than there. "
+    "Let the iterator draw from a generator of its own"
+)
 
 
 class AnyPlanEngine(AnyBoundaryEngine):
@@ -161,6 +170,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
         self._replaced = Replaced(self)
         self._lockstep = Lockstep(self._pipelines())
         self._shared_outputs, self._backwards_looked_at = SharedOutputs(), set[int]()
+        self._drawn_at_once = DrawnAtOnce()
         self._passes, self._is_plain = PlainPasses(self), False
         self._computations = {
             "F": self._run_forward, "B": self._run_backward, "R": self._run_again, "I": self._run_first_half,
@@ -319,7 +329,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
                 "give every rank an iterator, or those on which engine.is_first_stage() or is_last_stage() holds"
             )
         try:
-            self.batch_data.read(num_micro_batches - 1)
+            with self._drawn_at_once.reading(num_micro_batches):
+                self.batch_data.read(num_micro_batches - 1)
         except StopIteration:
             self._num_loaded = self.batch_data.num_read - 1
             return self._data_ended()
@@ -401,6 +412,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
                 self._transfers.finish()
                 if self.sharded is not None:
                     self.sharded.finish()
+            for name in self._drawn_at_once.computed():
+                warn_once(f"drawn at once/{name}", DRAWN_AT_ONCE.format(name=name))
             self._told_loss = self._batch.agree(self._passes.loss_in_bits() if self._is_plain else 0)
             self._leave_loss()
             if self._recorder is not None and self.module.madpipe_cut.plan is not None:

@@ -6,12 +6,13 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_partition.generators import generator_state, generators_of, set_generator_state
+from deepspeed_partition.generators import common_states, generator_state, generators_of, set_generator_state
 
 
 def random_state() -> Callable[[], None]:
@@ -74,3 +75,38 @@ def preserved_random_state() -> Iterator[None]:
         yield
     finally:
         restore()
+
+
+class DrawnAtOnce:
+    """A look at whether layers draw between two micro-batches from a generator that the data is drawn from.
+
+    All micro-batches of a batch are read before the first one is computed, and plain DeepSpeed reads each when it
+    is computed: where both draw from one generator, they get its numbers in another order.
+    """
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+        """Generators from which the present batch was drawn."""
+        self._states: dict[str, Any] = {}
+        self._is_said = False
+
+    @contextmanager
+    def reading(self, num_micro_batches: int) -> Iterator[None]:
+        """Watch the reading of a batch."""
+        self._names.clear()
+        if self._is_said or num_micro_batches == 1:
+            yield
+            return
+        before = common_states()
+        yield
+        self._states = common_states()
+        self._names.update(name for name, state in self._states.items() if state != before[name])
+
+    def computed(self) -> list[str]:
+        """The generators that the batch and its computation have both drawn from, once it is computed."""
+        if not self._names:
+            return []
+        now = common_states()
+        names = sorted(name for name in self._names if now[name] != self._states[name])
+        self._is_said = self._is_said or bool(names)
+        return names

@@ -25,6 +25,7 @@ from deepspeed_partition.engine.runtime.collectives import (
     send_object,
 )
 from deepspeed_partition.engine.runtime.environment import announce
+from deepspeed_partition.engine.runtime.random_state import preserved_random_state
 from deepspeed_partition.engine.warmup.plan_files import save_plan
 from deepspeed_partition.engine.warmup.run_platform import device_memory_bytes, header_bytes, training_bytes
 from deepspeed_partition.engine.warmup.stage_profiler import Measuring, TrialReport, links_of
@@ -118,19 +119,20 @@ def measure_and_plan(engine: MadPipeEngine, measuring: Measuring | None = None) 
         reports = _measured(engine, memory_bytes, measuring, splits_backward=splits_backward) or []
     if any(gather_objects(engine.grid.data_parallel_id == 0 and not reports)):
         _peek(engine)
-    if engine.grid.data_parallel_id == 0:
-        reports = reports or _measure(engine, memory_bytes, measuring, splits_backward=splits_backward)
-        trials = [report.trial for report in reports if report.trial is not None]
-        uses = links_of([trial.parts for trial in trials], range(len(trials)))
-        if not any(report.error for report in reports):
-            link = _measure_link(engine, uses)
-            operations = _measure_operations(engine)
-    limit = engine.options.time_limit_seconds or DEFAULT_TIME_LIMIT_SECONDS
-    announce(
-        f"rank 0 plans, for {format_seconds(limit)} of its processor at the most, and the other ranks wait",
-        logging.DEBUG,
-    )
-    return from_rank_0(lambda: _plan(engine, reports, uses, link, operations))
+    with preserved_random_state():  # the micro-batch that was taken stays; what else draws, trains nothing
+        if engine.grid.data_parallel_id == 0:
+            reports = reports or _measure(engine, memory_bytes, measuring, splits_backward=splits_backward)
+            trials = [report.trial for report in reports if report.trial is not None]
+            uses = links_of([trial.parts for trial in trials], range(len(trials)))
+            if not any(report.error for report in reports):
+                link = _measure_link(engine, uses)
+                operations = _measure_operations(engine)
+        limit = engine.options.time_limit_seconds or DEFAULT_TIME_LIMIT_SECONDS
+        announce(
+            f"rank 0 plans, for {format_seconds(limit)} of its processor at the most, and the other ranks wait",
+            logging.DEBUG,
+        )
+        return from_rank_0(lambda: _plan(engine, reports, uses, link, operations))
 
 
 def _peek(engine: MadPipeEngine) -> None:

@@ -1,0 +1,148 @@
+"""Cases: data, layers and a loss draw the random numbers that they would draw if nothing were measured."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy
+import torch
+from torch import nn
+
+from deepspeed_partition.engine.runtime import environment
+from deepspeed_partition.engine.runtime.collectives import gather_objects
+from deepspeed_partition.engine.warmup import run_plan
+from tests.engine.pipelines import loss_fn, mlp, two_groups
+from tests.engine.running import batches, cut, planned, start
+from tests.engine.strangers_cases import said_here
+
+NUM_STEPS = 5
+GENERATORS: dict[str, Callable[[], float]] = {
+    "random": random.random,
+    "numpy": lambda: float(numpy.random.random()),
+    "torch": lambda: float(torch.rand(())),
+}
+
+
+def _seed() -> None:
+    random.seed(5)
+    numpy.random.seed(5)
+    torch.manual_seed(5)
+
+
+def _numbers(name: str, count: int) -> list[float]:
+    """The first numbers of a common generator, which is seeded again afterwards."""
+    _seed()
+    found = [GENERATORS[name]() for _ in range(count)]
+    _seed()
+    return found
+
+
+def _draw_from_all() -> None:
+    for draw in GENERATORS.values():
+        draw()
+
+
+def data_is_drawn_as_if_nothing_were_planned(_: Path) -> None:
+    """Rank 0 imported a library that draws, to plan, and the data went on with other numbers, in silence."""
+
+    def planning(*arguments: Any) -> Any:
+        _draw_from_all()
+        return run_plan_of_rank_0(*arguments)
+
+    run_plan_of_rank_0 = run_plan._plan
+    for name, draw in GENERATORS.items():
+        for steps in (0, 3):
+            drawn = []
+
+            def items() -> Iterator[Any]:
+                for batch in batches(NUM_STEPS):
+                    for inputs, labels in batch:
+                        drawn.append(draw())  # noqa: B023
+                        yield inputs + drawn[-1], labels  # noqa: B023
+
+            with patch.object(run_plan, "_plan", planning):
+                engine, _, _ = start(
+                    mlp(), "madpipe", planned(cut(), warmup_steps=steps), optimizer=two_groups, seed_layers=False
+                )
+                data, expected = items(), _numbers(name, 4 * NUM_STEPS + 1)
+                for _ in range(NUM_STEPS):
+                    engine.train_batch(data)
+            found = gather_objects(([*drawn, draw()], expected))  # all ranks fail, or none
+            assert all(got == wanted for got, wanted in found), (name, steps, found)
+
+
+def a_generator_draws_lazily_as_if_nothing_were_measured(_: Path) -> None:
+    """What a loss's generator had drawn while it was measured was given again, and the common one went without."""
+    for name, draw in GENERATORS.items():
+        numbers = (draw() for _ in iter(int, 1))
+        drawn: list[float] = []
+
+        def drawing(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            drawn.append(next(numbers))  # noqa: B023
+            drawn.append(draw())  # noqa: B023
+            return loss_fn(outputs, labels) * (1 + drawn[-1])  # noqa: B023
+
+        with said_here() as said:
+            engine, _, _ = start(
+                mlp(), "madpipe", planned(cut()), optimizer=two_groups, loss_fn=drawing, seed_layers=False
+            )
+            expected = _numbers(name, 17)
+            for batch in batches(2):
+                engine.train_batch(iter(batch))
+        wanted = expected if engine.is_last_stage() else expected[:1]
+        for got, of_rank, lines in gather_objects(([*drawn, draw()], wanted, said)):
+            assert got == of_rank, (name, got, of_rank)
+            assert not any("draws from a common random generator" in line for line in lines), lines
+
+
+class Noisy(nn.Module):
+    """Takes from a generator that draws from the common one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = (torch.rand(()) for _ in iter(int, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * next(self.noise)
+
+
+def draws_that_cannot_be_the_same_are_said(_: Path) -> None:
+    """An iterator, or a generator of a layer, got other numbers than in plain DeepSpeed, in silence."""
+    store: set[str] = set()
+
+    def once(key: str, message: str) -> None:
+        if key not in store:
+            store.add(key)
+            environment.log_here(message)
+
+    def items() -> Iterator[Any]:
+        while True:
+            for inputs, labels in batches(1)[0]:
+                yield inputs + float(torch.rand(())), labels
+
+    for draws_in_layer in (False, True):
+        store.clear()
+        layers = [*mlp()[:2], nn.Dropout(0.1), Noisy() if draws_in_layer else nn.ReLU(), *mlp()[2:]]
+        data = iter(batches(2)[0] + batches(2)[1]) if draws_in_layer else items()
+        with (
+            said_here() as said,
+            patch("deepspeed_partition.engine.pipeline.plan_engine.warn_once", once),
+            patch("deepspeed_partition.kept_values.tell_once", once),
+        ):
+            engine, _, _ = start(layers, "madpipe", planned([0, 5, 10]), optimizer=two_groups, seed_layers=False)
+            _seed()
+            for _ in range(2):
+                engine.train_batch(data)
+        words = "noise (generator) draws from a common random" if draws_in_layer else "(torch; seed_layers sets it"
+        counts = gather_objects(sum(words in line for line in said))
+        assert counts == [1, 0], (draws_in_layer, counts, said)
+
+
+CASES = [
+    data_is_drawn_as_if_nothing_were_planned, a_generator_draws_lazily_as_if_nothing_were_measured,
+    draws_that_cannot_be_the_same_are_said,
+]  # fmt: skip
