@@ -28,6 +28,7 @@ from lightning_madpipe.compat.unsupported import (
 from lightning_madpipe.module import PipelineCall, named_owners, pipeline_of
 from lightning_madpipe.settings import fewer_stages
 from lightning_madpipe.spread_model import layers_of
+from lightning_madpipe.steps.unlike_ranks import layers_that_ask
 
 
 def refuse_programs_without_file(lightning: Lightning, num_processes: int) -> None:
@@ -187,4 +188,5 @@ def notes_on_fit(trainer: Any, module: Any, lightning: Lightning) -> list[str]:
     defaults = [each.on_before_backward for each in classes]
     with pipeline.elsewhere.lifted():
         hooks = list(notes_on_hooks(module, pipeline.call_of_module))
+        hooks += layers_that_ask(module, pipeline.elsewhere.inside) if pipeline.num_stages > 1 else ()
     return [*notes_on(trainer, module, defaults), *hooks]

@@ -77,6 +77,7 @@ from lightning_madpipe.steps.metrics import gather_between_pipelines
 from lightning_madpipe.steps.own_generators import states_for_hook
 from lightning_madpipe.steps.rank_of_step import tell_of_local_rank
 from lightning_madpipe.steps.runner import BatchRunner
+from lightning_madpipe.steps.unlike_ranks import compare_ranks
 from lightning_madpipe.steps.user_step import UserSteps
 from lightning_madpipe.steps.what_layers_set import LayerTraces, left_by_code
 
@@ -450,6 +451,11 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         self.config, self._config_initialized = copy.deepcopy(self._given_config), False
         self._init_config_if_needed()
         self.precision_plugin = leave_types(self.precision_plugin)
+        if pipeline_of(module) is None and self.world_size > 1:
+            pipelines = self.world_size // self._resolved_num_stages()
+            ignored = vars(self._lightning.module_class())
+            if unlike := compare_ranks(module, ignored, self.global_rank, pipelines):
+                raise self._lightning.refusal(unlike)
         captured = cache(
             lambda: captured_layers(trainer, module, self._lightning, self._resolved_num_micro_batches())
         )

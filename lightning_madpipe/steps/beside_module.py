@@ -83,6 +83,11 @@ class BesideModule:
         """Classes of objects that were reached, and functions, whose code was read."""
         self._take_names()
 
+    @property
+    def written(self) -> set[str]:
+        """All names in the code of steps and in what they call."""
+        return self._written
+
     def _take_names(self) -> None:
         """Take what the search of the code has found."""
         search, kind = self._search, cast(Any, type(getattr(self._module, "_trainer", None)))

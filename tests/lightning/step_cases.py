@@ -19,6 +19,7 @@ from pytorch_lightning.callbacks import BasePredictionWriter, Callback, LambdaCa
 from pytorch_lightning.loggers.logger import Logger, rank_zero_experiment
 from pytorch_lightning.utilities import rank_zero_only
 from torch import nn
+from torch.distributed import get_rank
 from torch.distributed.nn.functional import all_gather as gather_with_gradients
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -35,6 +36,7 @@ from torchmetrics.classification import (
 from tests.choice import run_chosen
 from tests.lightning import drawing_cases, loop_cases
 from tests.lightning import lightning_cases as cases
+from tests.lightning.hook_cases import lines
 from tests.lightning.lightning_cases import Host, seeded, trained
 from tests.lightning.loop_cases import pipeline_index, plain, refused
 
@@ -669,6 +671,10 @@ class AsksForRank(cases.Classifier):
             self.ways[f"{kind}, rank"].append(float(loss))
         if not dist.is_initialized() or dist.get_rank() == 0:
             self.ways[f"{kind}, torch"].append(float(loss))
+        if not dist.is_initialized() or get_rank() == 0:
+            self.ways[f"{kind}, torch by another name"].append(float(loss))
+        if os.environ.get("RANK", "0") == "0":
+            self.ways[f"{kind}, environment"].append(float(loss))
         self.keep(loss)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -722,6 +728,73 @@ def ranks_of_pipelines(host: Host) -> dict[str, Any]:
         "pipeline": pipeline_index(trainer.global_rank),
         "ways": sorted(way for way, losses in module.ways.items() if losses),
     }
+
+
+class AsksForSize(cases.Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        return super().training_step(batch, batch_idx) / size * dist.get_world_size()
+
+
+def is_first_here() -> bool:
+    return os.getenv("LOCAL_RANK") == "0"
+
+
+class AsksForLocalRank(cases.Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        return super().training_step(batch, batch_idx) * (1 + is_first_here())
+
+
+class AskingBlock(cases.Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1.0 if os.environ["RANK"] == "0" else 0.5)
+
+
+class AsksInLayers(cases.Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0], self.blocks[-1] = AskingBlock(), AskingBlock()
+
+
+class Unlike(cases.Classifier):
+    """Ranks have other numbers and names, of which its step asks for one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.name_of_rank = 1.0 + dist.get_rank(), f"rank {dist.get_rank()}"
+        self.factors = {"loss": [self.factor]}
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * self.factor
+
+
+class UnlikeLayers(cases.Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = cases.Block() if dist.get_rank() else nn.Linear(cases.WIDTH, cases.WIDTH)
+
+
+class UnlikeSlopes(cases.Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation = nn.LeakyReLU(0.1 + dist.get_rank())
+
+
+def ranks_asked_for(host: Host) -> dict[str, Any]:
+    """What is said of steps, layers and modules that go by the rank, or with which a fit is refused."""
+
+    def fit(build: Callable[[], Any]) -> list[str]:
+        with lines() as said, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            error = refused(lambda: trained(host, seeded(build), data=cases.loader(16), max_epochs=1))
+        every = [*said, *(str(each.message) for each in caught), error]
+        return [
+            line for line in every if any(word in line for word in ("on rank", "RANK", "WORLD_SIZE", "world_size"))
+        ]
+
+    kinds = (AsksForSize, AsksForLocalRank, AsksInLayers, Unlike, UnlikeLayers, UnlikeSlopes, cases.Classifier)
+    return run_chosen({kind.__name__: lambda kind=kind: fit(kind) for kind in kinds})
 
 
 # Collectives
@@ -880,7 +953,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
 ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     2: [
         refused_predictions, unread, counted, collectives, refused_skips, unsendable,
-        drawing_cases.alike, drawing_cases.unlike,
+        drawing_cases.alike, drawing_cases.unlike, ranks_asked_for,
         *loop_cases.ONLY_PIPELINE[2],
     ],
     4: [gathers, ranks_of_pipelines, *loop_cases.ONLY_PIPELINE[4]],

@@ -155,7 +155,7 @@ def test_a_step_runs_once_per_micro_batch(two: Records) -> None:
 def test_a_step_of_the_first_pipeline_is_told_that_it_is_rank_0(two: Records) -> None:
     """What stands behind ``if trainer.is_global_zero:`` ran nowhere, and nothing was said."""
     ways = two.reference["rank_zero"]["ways"]
-    assert len(ways) == 13 and len(ways["training, Trainer"]) == 3 and len(ways["decorator"]) == 6
+    assert len(ways) == 19 and len(ways["training, Trainer"]) == 3 and len(ways["decorator"]) == 6
     assert_same(two.of("rank_zero"), two.reference["rank_zero"])
 
 
@@ -169,7 +169,8 @@ def test_a_step_reaches_a_logger_by_a_name_of_its_own(two: Records) -> None:
 
 def test_a_step_of_another_pipeline_is_not_told_that_it_is_rank_0(four: Records) -> None:
     found = {each["pipeline"]: each["ways"] for each in (rank["ranks_of_pipelines"] for rank in four.ranks)}
-    ways = ["decorator", "training, Trainer", "training, module", "training, rank", "training, torch"]
+    kinds = ("Trainer", "environment", "module", "rank", "torch", "torch by another name")
+    ways = ["decorator", *(f"training, {kind}" for kind in kinds)]
     assert found == {0: ways, 1: []}
 
 
@@ -186,6 +187,41 @@ def test_a_step_that_compares_its_local_rank_is_told_so(monkeypatch: pytest.Monk
     if not strategy.local_rank:
         raise AssertionError
     assert len(said) == 2 and "the last stage, whose local rank is 1" in said[0]
+
+
+@pytest.mark.parametrize(
+    "module, sentences",
+    [
+        (
+            "AsksForSize",
+            [
+                "training_step asks for WORLD_SIZE of the environment at step_cases.py:",
+                "training_step asks for torch.distributed.get_world_size() at step_cases.py:",
+            ],
+        ),
+        ("AsksForLocalRank", ["training_step reads LOCAL_RANK from the environment at step_cases.py:"]),
+        (
+            "AsksInLayers",
+            ["madpipe: self.blocks.0 (AskingBlock) asks for RANK of the environment where it computes: "],
+        ),
+        ("Unlike", ["self.factor is 1.0 on rank 0 and 2.0 on rank 1: "]),
+        (
+            "UnlikeLayers",
+            ["MisconfigurationException: self.blocks.1 is Linear on rank 0 and Block on rank 1"],
+        ),
+        (
+            "UnlikeSlopes",
+            ["MisconfigurationException: self.activation.negative_slope is 0.1 on rank 0 and 1."],
+        ),
+        ("Classifier", []),
+    ],
+)
+def test_what_goes_by_the_rank_is_told_or_refused(two: Records, module: str, sentences: list[str]) -> None:
+    """It trained otherwise than in one process, by up to 100 %, and nothing was said."""
+    said = dict.fromkeys(line for rank in two.ranks for line in rank["ranks_asked_for"][module])
+    assert len(said) == len(sentences)
+    for line, sentence in zip(said, sentences, strict=True):
+        assert line.startswith(sentence)
 
 
 def test_what_cannot_be_sent_is_named_and_stays(two: Records) -> None:
