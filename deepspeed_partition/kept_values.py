@@ -108,7 +108,7 @@ def kept_by_another(value: Any, name: str) -> Kept | None:
     elif isinstance(value, _kind("sqlite3", "Connection") or ()):
         back = _database_kept(value, say)
     else:
-        return iterator_kept(value, name)
+        return iterator_kept(value, name, is_measuring=True)
     return None if back is None else Kept(value, lambda: (back(), value)[1])
 
 
@@ -230,7 +230,7 @@ class Given(Rewindable):
             raise AttributeError(name)
         return getattr(self.madpipe_iterator, name)
 
-    def held(self, *, is_measuring: bool = True) -> Callable[[], Any]:
+    def held(self, *, is_measuring: bool) -> Callable[[], Any]:
         """Keep what is given from now on; return what lets it be given again, and returns the iterator for it.
 
         It is kept as long as what this returns is there.
@@ -258,7 +258,7 @@ class Given(Rewindable):
 _GIVEN: WeakValueDictionary[int, Given] = WeakValueDictionary()
 
 
-def iterator_kept(value: Any, name: str, *, is_measuring: bool = True) -> Kept | None:
+def iterator_kept(value: Any, name: str, *, is_measuring: bool = False) -> Kept | None:
     """Let something else stand in the place of an iterator, as :func:`kept_by_another`; None of anything else."""
     kind = type(value)
     if kind is Given:

@@ -25,7 +25,7 @@ from deepspeed_partition.code_names import (
     slots_of,
 )
 from deepspeed_partition.generators import GENERATORS, generator_state, members_of, set_generator_state
-from deepspeed_partition.kept_values import copied, itself, kept_by_another, kept_in_place, state_of
+from deepspeed_partition.kept_values import copied, iterator_kept, itself, kept_by_another, kept_in_place, state_of
 
 PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
 """Types of values that nothing changes in place."""
@@ -117,6 +117,8 @@ class HeldState:
             }.values()
         )
         self._tables = list(held.tables())
+        self._has_others = False
+        """Whether others stand in the place of iterators."""
 
     def remembered(
         self,
@@ -125,6 +127,7 @@ class HeldState:
         copies: Callable[[Any], bool] | None = None,
         known: Known | None = None,
         by_others: bool = False,
+        iterators: bool = False,
     ) -> Callable[[Collection[Place]], None]:
         """Note all of it; return what puts it back, but for some places.
 
@@ -135,14 +138,17 @@ class HeldState:
                 settings of all layers, is noted once.
             by_others: Let others stand until then in the place of iterators and the like, which cannot be put back
                 themselves.
+            iterators: Let others stand so in the place of iterators alone, which give what these give. They do
+                until :meth:`let_iterators_stand_again`.
         """
-        remembering = _Remembering(copies or _is_no_data, known, by_others=by_others)
+        remembering = _Remembering(copies or _is_no_data, known, by_others=by_others, iterators=iterators)
         before = [
             (table, remembering.each({key: table[key] for key in keys if key in table}))
             for table, keys, _ in self._each(buffers=buffers)
         ]
         for table, remembered in before:
             remembering.let_others_stand(table, remembered)
+        self._has_others |= iterators and remembering.has_others
 
         def restore(spared: Collection[Place]) -> None:
             for (table, remembered), (_, keys, _) in zip(before, self._each(buffers=buffers), strict=True):
@@ -156,6 +162,13 @@ class HeldState:
                             table[key] = value
 
         return restore
+
+    def let_iterators_stand_again(self) -> None:
+        """Put iterators back to where others have stood for them, when nothing has to be given again any more."""
+        if self._has_others:
+            self._has_others = False
+            self.remembered(buffers=False, copies=lambda _: False, iterators=True)(frozenset())
+            self._has_others = False
 
     def look(self) -> dict[Place, tuple[str, Any]]:
         """Note how each value is written, and what can be compared of it later with ``==``."""
@@ -319,15 +332,27 @@ class _Remembering:
         copies: Whether a tensor or an array is copied, to be put back where it is changed in place.
         known: Functions that were made for values at this instant.
         by_others: Whether others stand meanwhile in the place of what cannot be put back itself.
+        iterators: Whether they do in the place of iterators, for code that runs as it does.
     """
 
     def __init__(
-        self, copies: Callable[[Any], bool], known: Known | None = None, *, by_others: bool = False
+        self,
+        copies: Callable[[Any], bool],
+        known: Known | None = None,
+        *,
+        by_others: bool = False,
+        iterators: bool = False,
     ) -> None:
         self._copies, self._known, self._by_others = copies, {} if known is None else known, by_others
+        self._iterators = iterators
         self._name = ""
         self._meanwhile: dict[Remembered, Any] = {}
         """What stands in the place of a value, by the function that puts it back."""
+
+    @property
+    def has_others(self) -> bool:
+        """Whether something stands in the place of a value."""
+        return bool(self._meanwhile)
 
     def each(self, values: Mapping[Any, Any], depth: int = _DEPTH) -> dict[Any, Remembered]:
         """Return what makes each value what it is now."""
@@ -377,10 +402,12 @@ class _Remembering:
             name = value.__name__  # as of itertools.count().__next__
             return self._made_anew(value, (value.__self__,), depth, lambda owner: getattr(owner[0], name))
         if not self._by_others:
-            return copied(value)
-        kept = kept_by_another(value, self._name)
+            found = copied(value)
+            kept = iterator_kept(value, self._name) if self._iterators and found is None else None
+        else:
+            found, kept = None, kept_by_another(value, self._name)
         if kept is None:
-            return None
+            return found
         restore = self._restorer(value, depth) if kept.meanwhile is value else _nothing
 
         def restored() -> Any:

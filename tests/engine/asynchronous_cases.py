@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 import random
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,6 +41,7 @@ from tests.engine.running import (
     same,
     start,
 )  # fmt: skip
+from tests.engine.warm_up_cases import heard
 
 MODES = ("stashing", "2bw", "vertical-sync")
 MAPS = {
@@ -599,6 +602,83 @@ def what_layers_keep_in_attributes(_: Path) -> None:
     assert found == [f"gain of layer {place} (Counting)" for place in (1, 4, 6)], found  # once in a job
 
 
+class Drawing:
+    """Takes from a generator and from the common ones at each call, and keeps what it has got."""
+
+    def __init__(self) -> None:
+        self.numbers = (number for number in itertools.count())
+        self.noise = (random.random() for _ in iter(int, 1))
+        self.seen: list[Any] = []
+
+    def draw(self) -> None:
+        drawn = float(torch.rand(())), random.random(), float(numpy.random.random())
+        self.seen.append((next(self.numbers), *drawn, next(self.noise)))
+
+    def __call__(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        self.draw()
+        return loss_fn(outputs, labels)
+
+
+class DrawingLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drawing = nn.Linear(8, WIDTH), Drawing()
+        self.numbers, self.noise, self.seen = self.drawing.numbers, self.drawing.noise, self.drawing.seen
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Drawing.draw(self)  # type: ignore[arg-type]
+        return self.linear(x)
+
+
+def seeded() -> None:
+    random.seed(7)
+    numpy.random.seed(7)
+    torch.manual_seed(7)
+
+
+def what_forgotten_forwards_draw(_: Path) -> None:
+    """Numbers and items were gone with forwards that a rest had given up; a loss's state had run ahead, too."""
+    data = batches(8)
+    for mode in MODES:
+        loss = Drawing()
+        engine = begin(
+            plan_for((0, 1), [0, 3, 8], mode), OPTIMIZERS["sgd"], specs=[LayerSpec(DrawingLayer), *mlp()[1:]],
+            loss_fn=loss, seed_layers=False,
+        )  # fmt: skip
+        holder = engine.module.forward_funcs[0] if engine.is_first_stage() else loss
+        wanted = Drawing()
+        seeded()
+        for _ in range(6 * NUM_MICRO_BATCHES):
+            wanted.draw()
+        seeded()
+        items = mine(engine, data)
+        with heard() as lines:
+            for step in range(6):
+                call(engine, items)
+                if step % 2:
+                    engine.come_to_rest()
+        found = gather_objects(holder.seen)
+        assert all(seen == wanted.seen for seen in found), (mode, found, wanted.seen)
+        assert sum("reads data before its call: a data iterator is 4 micro-batches" in line for line in lines) == 1
+        assert not any("have drawn from a common" in line for line in lines), lines
+
+
+def two_iterators_in_turn(_: Path) -> None:
+    """What forwards had run ahead on of the first iterator was lost with a rest on the second, in silence."""
+    data = batches(8)
+    engine = begin(plan_for((0, 1), [0, 3, 8], "2bw"), OPTIMIZERS["sgd"])
+    both = mine(engine, data[:4]), mine(engine, data[4:])
+    losses, wanted, expected = [], [], None
+    for turn in range(4):
+        items = both[turn % 2]
+        losses.append(call(engine, items))
+        engine.come_to_rest()
+        expected = expected or alone(engine, OPTIMIZERS["sgd"])
+        expected.rest()
+        wanted.append(expected.train(data[4 * (turn % 2) + turn // 2]))
+    same(losses, wanted)
+
+
 def two_pipelines_without_a_drain(_: Path) -> None:
     data = batches(6)
     make = OPTIMIZERS["momentum"]
@@ -772,6 +852,8 @@ CASES = {
         reads_while_it_goes_on_are_said,
         figures_of_batches,
         what_layers_keep_in_attributes,
+        what_forgotten_forwards_draw,
+        two_iterators_in_turn,
         a_run_that_asks_for_another_mode_than_its_checkpoint_plans_anew,
         errors_in_a_layer_end_all_ranks,
         data_that_ends_or_fails,

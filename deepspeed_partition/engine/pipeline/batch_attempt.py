@@ -10,7 +10,7 @@ errors in layers, in the loss, in the data. A broken link, or an error of this v
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -25,7 +25,7 @@ from deepspeed_partition.engine.runtime.boundary_shapes import Shapes, ShapesDif
 from deepspeed_partition.engine.runtime.collectives import any_bits, gather_objects, portable
 from deepspeed_partition.engine.runtime.first_failure import raised_by_all
 from deepspeed_partition.engine.runtime.watch import watch
-from deepspeed_partition.profiling.attributes import HeldState
+from deepspeed_partition.profiling.attributes import HeldState, Place
 from deepspeed_partition.schedule.instructions import Compute, Instruction, Message
 
 if TYPE_CHECKING:
@@ -274,7 +274,9 @@ class Attempt:
 
     def __init__(self, engine: MadPipeEngine, held: HeldState) -> None:
         self._engine = engine
-        self._put_held_back = held.remembered(buffers=False, copies=_is_small)
+        self._held = held
+        self._put_held_back: Callable[[Collection[Place]], None] | None
+        self._put_held_back = held.remembered(buffers=False, copies=_is_small, iterators=True)
         self._backlogs = engine.batch_data.backlogs
         self._data: Remembering | None = None
         if engine.data_iterator is not None and (engine.is_first_stage() or engine.is_last_stage()):
@@ -284,11 +286,14 @@ class Attempt:
         """Read the data without notes again: the step is done, or has ended with another error."""
         if self._data is not None and self._engine.data_iterator is self._data:
             self._engine.data_iterator = self._data.iterator
+        self._put_held_back = None
+        self._held.let_iterators_stand_again()
 
     def undo(self) -> None:
         """Give the data back, and what layers and the loss hold; the rest was put back when it was given up."""
         engine = self._engine
-        self._put_held_back(())
+        if self._put_held_back is not None:
+            self._put_held_back(())
         engine.batch_data.backlogs = self._backlogs
         if self._data is not None:
             engine.data_iterator = engine.batch_data.give_again(self._data.taken, self._data.iterator)

@@ -110,6 +110,16 @@ class Backlog(NamedTuple):
     num_micro_batches: int
 
 
+class PutBack(NamedTuple):
+    """Micro-batches of an iterator that come again before what is left of it."""
+
+    iterator: Callable[[], Any]
+    """Returns it; None where nobody has it any more."""
+    items: deque[Any]
+    error: Exception | None
+    """What reading behind them was answered with."""
+
+
 def _reference(iterator: Any) -> Callable[[], Any]:
     try:
         return weakref.ref(iterator)
@@ -133,7 +143,8 @@ class BatchData:
 
     def __init__(self, read_next: Callable[[], Any], iterator: Callable[[], Any]) -> None:
         self._read_next_of_iterator, self._iterator = read_next, iterator
-        self._put_back: tuple[Any, deque[Any], Exception | None] = None, deque(), None
+        self._put_back: tuple[PutBack, ...] = ()
+        """What comes again from iterators; that of the last one comes first."""
         self.num_read = 0
         """The micro-batches of this batch that were read, or could not be read."""
         self.kept: dict[int, Any] = {}
@@ -182,17 +193,22 @@ class BatchData:
         Args:
             error: what reading behind them was answered with; it will be again. None: nothing.
         """
-        self._put_back = source_of(self._iterator()), deque(items), error
+        source = source_of(self._iterator())
+        others = [each for each in self._put_back if each.iterator() not in (None, source)]
+        put_back = PutBack(_reference(source), deque(items), error)
+        new = [put_back] if put_back.items or error is not None else []
+        self._put_back = (*new, *others)[:MOST_ITERATORS]
 
     def _read_next(self) -> Any:
-        source, items, error = self._put_back
-        if source is None or source is not source_of(self._iterator()):
+        source = source_of(self._iterator())
+        found = next((each for each in self._put_back if each.iterator() is source), None)
+        if source is None or found is None:
             return self._read_next_of_iterator()
-        if items:
-            return items.popleft()
-        self._put_back = None, items, None
-        if error is not None:
-            raise error
+        if found.items:
+            return found.items.popleft()
+        self._put_back = tuple(each for each in self._put_back if each is not found)
+        if found.error is not None:
+            raise found.error
         return self._read_next_of_iterator()
 
     def drop(self, number: int) -> None:

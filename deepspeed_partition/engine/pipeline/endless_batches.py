@@ -6,8 +6,9 @@ counters and other attributes, is then put back: else a counter would count thes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -15,16 +16,22 @@ from deepspeed_partition.engine.pipeline.batch_attempt import Batch, Failure
 from deepspeed_partition.engine.pipeline.before_step import SMALL_BYTES, Buffers
 from deepspeed_partition.engine.pipeline.beside_layers import name_of
 from deepspeed_partition.engine.runtime.environment import warn_here, warn_once
+from deepspeed_partition.generators import common_states, set_common_state
 from deepspeed_partition.profiling.attributes import HeldState, Known, Place
 
 SET_BETWEEN = (
-    "{names} of layer {number} ({kind}) was set between two calls of train_batch, and forwards of the "
+    "{names} of {owner} was set between two calls of train_batch, and forwards of the "
     "next batch have run ahead with what it was before (weight_versions {mode!r}). Call engine.come_to_rest() on "
     "every rank before it is set; or leave weight_versions out"
 )
 STAYS = (
-    "forwards that ran ahead are forgotten, and layer {number} ({kind}) keeps tensors of more than 1 MiB that "
+    "forwards that ran ahead are forgotten, and {owner} keeps tensors of more than 1 MiB that "
     "they have changed: register them as buffers"
+)
+
+DRAWN_AHEAD = (
+    "forwards that ran ahead are forgotten, and others have drawn from a common random generator ({name}) since: "
+    "their micro-batches get other numbers when they run again. seed_layers=True gives each its own"
 )
 
 
@@ -53,16 +60,17 @@ class EndlessAttempt(Batch):
 
 
 class HeldByLayer:
-    """What one layer holds in attributes, and in variables that its code names.
+    """What one layer, or the loss function, holds in attributes, and in variables that its code names.
 
     Args:
-        number: of the layer.
+        number: of the layer; None: it is the loss function.
         function: that runs it.
     """
 
-    def __init__(self, number: int, function: Any) -> None:
+    def __init__(self, number: int | None, function: Any) -> None:
         self.number, self.function = number, function
-        self.kind = name_of(function)
+        what = "the loss function" if number is None else f"layer {number}"
+        self.in_words = f"{what} ({name_of(function)})"
         self.state = HeldState([function])
         self._large: dict[int, tuple[Tensor, int]] = {}
         """Tensors of more than 1 MiB, with the number of their changes then."""
@@ -86,12 +94,12 @@ class HeldByLayer:
             self._large[id(value)] = value, value._version
             return id(value) in self._changing
 
-        restore = self.state.remembered(buffers=False, copies=copies, known=known)
+        restore = self.state.remembered(buffers=False, copies=copies, known=known, iterators=True)
         large = [each for key, each in self._large.items() if key not in self._changing]
 
         def put_back(spared: Collection[Place]) -> None:
             if any(value._version != version for value, version in large):
-                warn_here(STAYS.format(number=self.number, kind=self.kind))
+                warn_here(STAYS.format(owner=self.in_words))
             restore(spared)
 
         return put_back
@@ -146,10 +154,8 @@ class StateOfStages:
                 self._set.update(places)
                 if places:
                     names = sorted({(now.get(place) or left[place])[0] for place in places})
-                    words = {"names": ", ".join(names[:3]), "number": held.number, "kind": held.kind}
-                    warn_once(
-                        f"set between/{held.number}/{names[0]}", SET_BETWEEN.format(**words, mode=self._mode)
-                    )
+                    words = {"names": ", ".join(names[:3]), "owner": held.in_words, "mode": self._mode}
+                    warn_once(f"set between/{held.number}/{names[0]}", SET_BETWEEN.format(**words))
         self._left = {}
 
     def put_back(self, batch: int) -> None:
@@ -157,3 +163,55 @@ class StateOfStages:
         for kept in self._restore.values():
             for restore in kept.get(batch, ()):
                 restore(self._set)
+            kept.clear()
+        for layers in self._layers.values():
+            for held in layers:
+                held.state.let_iterators_stand_again()
+
+
+class _Draws(NamedTuple):
+    """What a forward on a batch has drawn from the common generators."""
+
+    batch: int
+    before: dict[str, Any]
+    after: dict[str, Any]
+
+
+class DrawnAhead:
+    """What forwards have drawn from the common generators before the call of their batch.
+
+    Args:
+        has_seeds: whether each micro-batch has seeds of its own on each layer.
+    """
+
+    def __init__(self, *, has_seeds: bool) -> None:
+        self._has_seeds = has_seeds
+        self._draws: list[_Draws] = []
+
+    @contextmanager
+    def noted(self, batch: int) -> Iterator[None]:
+        """Note what a forward draws that runs ahead."""
+        before = common_states()
+        yield
+        self._draws.append(_Draws(batch, before, common_states()))
+
+    def keep_from(self, batch: int) -> None:
+        """Forget about batches before this one: their call has come."""
+        if self._draws:
+            self._draws = [each for each in self._draws if each.batch >= batch]
+
+    def put_back(self, batch: int) -> None:
+        """Let nothing have been drawn for this batch and those behind it, where nothing else was drawn since."""
+        self.keep_from(batch)
+        if not self._draws or self._has_seeds:
+            return
+        now = common_states()
+        for name in now:
+            states = [each.before.get(name) for each in self._draws[1:]] + [now[name]]
+            draws = [each.after.get(name) for each in self._draws]
+            first = self._draws[0].before.get(name)
+            if draws == states and first is not None:
+                set_common_state(name, first)
+            elif any(each.before.get(name) != each.after.get(name) for each in self._draws):
+                warn_once(f"drawn ahead/{name}", DRAWN_AHEAD.format(name=name))
+        self._draws.clear()

@@ -18,7 +18,7 @@ from deepspeed_partition.engine.pipeline.shared_weights import listed
 from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.planner.errors import PlanMismatchError
 from deepspeed_partition.planner.plan import Plan
-from deepspeed_partition.planner.units import format_seconds
+from deepspeed_partition.planner.units import counted, format_seconds
 from deepspeed_partition.planner.weight_versions import TWO_VERSIONS
 from deepspeed_partition.schedule.endless import EndlessProgram
 
@@ -34,6 +34,11 @@ CLIPS_BY_OWN = (
     "stages wait for one another: training then depends on the cut; '2bw' clips by the norm of all"
 )
 
+READS_AHEAD = (
+    "weight_versions {mode!r} reads data before its call: a data iterator is {number} further than what was "
+    "trained on, also where its place is saved with a checkpoint or it is used otherwise; engine.come_to_rest() "
+    "keeps what was read for the next call with this iterator"
+)
 UNCOMPARED = (
     "the memory that each rank needs is not compared with its plan: that is done for steps that drain, and this "
     "pipeline never does"
@@ -80,6 +85,9 @@ def check_versions(plan: Plan, asked: str | None, num_micro_batches: int) -> Non
 
 def announce_endless(engine: MadPipeEngine, mode: str, program: EndlessProgram) -> None:
     """Say what differs from training that drains, and from the plan. On every rank; rank 0 says it."""
+    if engine.runs_ahead:
+        num_ahead = max(1, program.batches_ahead) * program.num_micro_batches
+        announce(READS_AHEAD.format(mode=mode, number=counted(num_ahead, "micro-batch")))
     clips = engine.gradient_clipping() and engine.num_stages > 1
     if clips:
         announce(CLIPS_BY_ALL if mode == TWO_VERSIONS else CLIPS_BY_OWN.format(mode=mode))

@@ -28,7 +28,12 @@ from torch import nn
 
 from deepspeed_partition.engine.pipeline.batch_attempt import raise_everywhere
 from deepspeed_partition.engine.pipeline.batch_state import source_of
-from deepspeed_partition.engine.pipeline.endless_batches import EndlessAttempt, HeldByLayer, StateOfStages
+from deepspeed_partition.engine.pipeline.endless_batches import (
+    DrawnAhead,
+    EndlessAttempt,
+    HeldByLayer,
+    StateOfStages,
+)
 from deepspeed_partition.engine.pipeline.held_weights import (
     FlatBuffers,
     FlatGradients,
@@ -87,6 +92,7 @@ class EndlessTraining:
         self._devices = tuple(module.device_of_stage)
         self._last_stage = len(self._devices) - 1
         self._held: dict[int, list[HeldByLayer]] = {}
+        self._held_by_loss: HeldByLayer | None = None
         self._run: EndlessRun | None = None
         self._num_alone = 0
         """Number of runs of one batch, one after the other."""
@@ -204,6 +210,7 @@ class EndlessTraining:
         self._num_forwards = dict(module._num_forwards)
         held = {stage: self._held_by(stage) if program.batches_ahead else [] for stage in own}
         self._state = StateOfStages(held, program.batches_ahead, self._mode)
+        self._drawn_ahead = DrawnAhead(has_seeds=bool(module.seed_layers))
 
     def _held_by(self, stage: int) -> list[HeldByLayer]:
         """What the layers of a stage hold; what their code can reach is looked for once for each."""
@@ -213,7 +220,12 @@ class EndlessTraining:
         found = self._held.get(stage, [])
         if [id(each.function) for each in found] != list(map(id, functions)):
             found = self._held[stage] = [HeldByLayer(first + place, each) for place, each in enumerate(functions)]
-        return found
+        loss_fn = module.loss_fn if stage == self._last_stage else None
+        if loss_fn is None:
+            return found
+        if self._held_by_loss is None or self._held_by_loss.function is not loss_fn:
+            self._held_by_loss = HeldByLayer(None, loss_fn)
+        return [*found, self._held_by_loss]
 
     def _train(self) -> bool:
         """Run a segment; return whether there was data for it: else the pipeline is at rest."""
@@ -253,6 +265,7 @@ class EndlessTraining:
             self._fail_at_next_meeting()
         self._show_newest()
         self.num_trained += 1
+        self._drawn_ahead.keep_from(self.num_trained)
         if not self._reads:
             engine.batch_data.count_unread(self._per_batch)
         for number in [each for each in self._items if each < self.num_trained * self._per_batch]:
@@ -362,8 +375,10 @@ class EndlessTraining:
         if is_loss:
             engine.total_loss = self._totals.pop(batch, None)
         engine.__dict__["_numbers_per_batch"] = self._per_batch
+        runs_ahead = compute.kind == "F" and not self._is_trained_on(batch)
         try:
-            self._attempt.execute(compute)
+            with self._drawn_ahead.noted(batch) if runs_ahead else nullcontext():
+                self._attempt.execute(compute)
         finally:
             engine.__dict__["_numbers_per_batch"] = 0
         if is_loss:
@@ -497,6 +512,7 @@ class EndlessTraining:
         engine.module.micro_offset = engine.module._num_forwards[engine.module._shown]
         self._norms.clear()
         self._state.put_back(self.num_trained)
+        self._drawn_ahead.put_back(self.num_trained)
         engine.total_loss = None
         engine.batch_state.clear()
         engine.let_batch_go()
