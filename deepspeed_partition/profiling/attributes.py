@@ -456,10 +456,10 @@ class _Remembering:
         if isinstance(value, list):
             if PLAIN.issuperset(map(type, value)):  # a long list of numbers, as of losses, is copied at once
                 numbers = list(value)
-                return lambda: value.__setitem__(slice(None), numbers)
+                return lambda: _refill_list(value, numbers)
             items = [self._remembered(item, depth) for item in value]
             self.let_others_stand(value, dict(enumerate(items)))
-            return lambda: value.__setitem__(slice(None), [item() for item in items])
+            return lambda: _refill_list(value, [item() for item in items])
         if isinstance(value, dict):
             members = {key: self._remembered(member, depth) for key, member in value.items()}
             self.let_others_stand(value, members)
@@ -508,6 +508,11 @@ def _nothing() -> None:
 def _copy_back(tensor: torch.Tensor, copy: torch.Tensor) -> None:
     with torch.no_grad():
         tensor.copy_(copy)
+
+
+def _refill_list(present: list[Any], items: list[Any]) -> None:
+    if len(present) != len(items) or not all(map(is_, present, items)):  # it may refuse to be written to
+        present[:] = items
 
 
 def _refill_queue(queue: deque[Any], items: list[Any]) -> None:

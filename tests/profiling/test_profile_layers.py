@@ -453,6 +453,20 @@ def test_a_table_that_cannot_be_written_to_is_left_as_it_is():
     assert layer.config == {"width": 8, "places": [1, 2]} and layer.seen == {}
 
 
+def test_a_list_that_cannot_be_written_to_is_left_as_it_is():
+    """A data set of pytorch-forecasting ended in a TypeError: an index of pandas has its names in such a list."""
+
+    class Frozen(list):
+        def __setitem__(self, *_):
+            raise TypeError("frozen")
+
+    layer = nn.Linear(8, 8)
+    layer.names, layer.places = Frozen(["time", "group"]), Frozen([[1], [2]])
+    with attributes_kept([layer]):
+        layer.places[0].append(3)
+    assert layer.names == ["time", "group"] and layer.places == [[1], [2]]
+
+
 class Pending(queue.Queue):
     """A queue of a program's own class."""
 
