@@ -22,6 +22,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from deepspeed_partition.capture.captured import Captured, input_names_of, without_a_cache
+from deepspeed_partition.capture.element_attributes import ElementAttributes
 from deepspeed_partition.capture.graph import Graph
 from deepspeed_partition.capture.model_layers import Layers, TiedLayer, fill
 from deepspeed_partition.capture.program import ShapeError
@@ -666,6 +667,7 @@ def _try_out(model: nn.Module, coarse: Coarse, layers: Sequence[nn.Module], args
     modes = [
         (module, module.training) for module in (*model.modules(), *(m for each in layers for m in each.modules()))
     ]
+    attributes = ElementAttributes({each.name: model.get_submodule(each.name) for each in coarse.elements})
     try:
         for training in (False, True):
             for each in (model, *layers):
@@ -679,7 +681,9 @@ def _try_out(model: nn.Module, coarse: Coarse, layers: Sequence[nn.Module], args
                 passed: Any = coarse.inputs_of(*args, **kwargs)
                 try:
                     for layer in layers:
-                        passed = layer(passed)
+                        is_element = isinstance(layer, ElementLayer)
+                        with attributes.of_elements_noted() if is_element else attributes.refused():
+                            passed = layer(passed)
                 except CaptureError:
                     raise
                 except Exception as error:

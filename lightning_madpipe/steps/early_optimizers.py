@@ -13,10 +13,10 @@ from functools import cache
 from typing import Any
 
 from deepspeed_partition.capture import CaptureError
+from deepspeed_partition.capture.element_attributes import of_class, subclass_of
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.finding.step_call import line_that_runs, replaced
 from lightning_madpipe.steps.followed_calls import undone
-from lightning_madpipe.steps.forward_reads import of_class, subclass_of
 
 
 @contextmanager

@@ -14,9 +14,9 @@ from contextlib import ExitStack, contextmanager
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
+from deepspeed_partition.capture.element_attributes import of_class, subclass_of
 from deepspeed_partition.code_names import (
     LIBRARIES,
     Name,
@@ -111,25 +111,6 @@ def _noting(path: str, owner: nn.Module, ignored: frozenset[str], found: dict[Re
 
 def _is_users(name: str, ignored: Collection[str]) -> bool:
     return not name.startswith("__") and name not in ignored
-
-
-def subclass_of(kind: type, members: Mapping[str, Any]) -> type:
-    """A class that differs from ``kind`` in ``members`` alone."""
-    own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **members}
-    return type(kind)(kind.__name__, (kind,), own)
-
-
-@contextmanager
-def of_class(owner: Any, kind: type) -> Iterator[None]:
-    """Let ``owner`` meanwhile be of a subclass of its class; what TorchScript compiled stays as it is."""
-    before = type(owner)
-    if not isinstance(owner, torch.jit.ScriptModule):
-        object.__setattr__(owner, "__class__", kind)
-    try:
-        yield
-    finally:
-        if type(owner) is kind:
-            object.__setattr__(owner, "__class__", before)
 
 
 def _is_value(owner: Any, name: str) -> bool:

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple, NoReturn
 from torch import nn
 from torchmetrics import Metric
 
+from deepspeed_partition.capture.element_attributes import of_class, subclass_of
 from deepspeed_partition.code_names import LIBRARIES
 from lightning_madpipe.module import PipelineCall
 from lightning_madpipe.steps.ending_contexts import EndingContexts
-from lightning_madpipe.steps.forward_reads import of_class, subclass_of
 from lightning_madpipe.steps.hook_values import NOT_HERE, HookValue
 from lightning_madpipe.steps.hooks_that_collect import Collected
 
