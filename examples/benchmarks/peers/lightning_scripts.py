@@ -50,6 +50,7 @@ except ImportError as missing:
 
 from as_they_are import AS_THEY_ARE
 from domains_and_flows import DOMAINS_AND_FLOWS
+from newcomers import NEWCOMERS
 from other_kinds import OTHER_KINDS
 from single_modules import SINGLE_MODULES
 
@@ -481,7 +482,7 @@ SCRIPTS: dict[str, Script] = {
 }  # fmt: skip
 
 
-SCRIPTS |= AS_THEY_ARE | OTHER_KINDS | SINGLE_MODULES | DOMAINS_AND_FLOWS
+SCRIPTS |= AS_THEY_ARE | OTHER_KINDS | SINGLE_MODULES | DOMAINS_AND_FLOWS | NEWCOMERS
 
 
 def _uva_resnet(names: Any) -> Any:

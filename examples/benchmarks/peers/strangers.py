@@ -635,6 +635,19 @@ def bigscience(folder: Path, num_steps: int) -> Built:
     return module, data
 
 
+def minimal_llama(folder: Path, num_steps: int) -> Built:
+    """zphang/minimal-llama: LLaMA whose blocks cut and convert what they keep beside their weights."""
+    sys.path.insert(0, str(folder))
+    from minimal_llama.deepspeed_pipeline_model import PipelineLLaMA
+    from minimal_llama.model import ModelArgs
+
+    sizes = ModelArgs(
+        dim=HIDDEN, n_layers=NUM_LAYERS, n_heads=HEADS, vocab_size=VOCABULARY, max_seq_length=2 * LENGTH
+    )
+    module = PipelineLLaMA(sizes, num_stages=torch.distributed.get_world_size())
+    return module, [(text[:, :-1], text[:, 1:].contiguous()) for text in tokens(num_steps)]
+
+
 def _keep_on_cpu() -> None:
     """Let code that names CUDA where it means its accelerator run on the one that DeepSpeed found."""
     torch.cuda.current_device = lambda: get_accelerator().current_device_name()  # type: ignore[assignment, return-value]
@@ -667,4 +680,5 @@ STRANGERS: dict[str, Callable[[Path, int], Built]] = {
     "decentralized-fm": decentralized,
     "fmengine": fmengine,
     "bigscience-megatron": bigscience,
+    "minimal-llama": minimal_llama,
 }
