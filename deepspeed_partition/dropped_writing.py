@@ -69,6 +69,69 @@ def writing_dropped() -> Iterator[None]:
 
 
 @contextmanager
+def writing_noted(found: list[str]) -> Iterator[None]:
+    """Note what this thread writes to meanwhile, each in words; it is written."""
+
+    def note(what: str) -> None:
+        if what not in found:
+            found.append(what)
+
+    def opening(opens: Callable[..., Any], is_asked: Callable[[], bool]) -> Callable[..., Any]:
+        def opened(file: Any, mode: str = "r", *arguments: Any, **keywords: Any) -> Any:
+            if _is_for_writing(file, mode) and is_asked() and _asked_by_program(sys._getframe(1)):
+                note(repr(os.fsdecode(file)))
+            return opens(file, mode, *arguments, **keywords)
+
+        return opened
+
+    def opening_for_torch(opens: Callable[..., Any], is_asked: Callable[[], bool]) -> Callable[..., Any]:
+        def opened(file: Any) -> Any:
+            if isinstance(file, str | os.PathLike) and is_asked() and _asked_by_program(sys._getframe(1)):
+                note(repr(os.fsdecode(file)))
+            return opens(file)
+
+        return opened
+
+    def writing(writes: Callable[..., int], is_asked: Callable[[], bool]) -> Callable[..., int]:
+        def written(number: int, data: Any) -> int:
+            is_programs = not is_installed(sys._getframe(1).f_globals.get("__name__"))
+            if number not in (0, 1, 2) and is_asked() and is_programs:
+                note("a descriptor (os.write)")
+            return writes(number, data)
+
+        return written
+
+    def logging_to_file(emits: Callable[..., Any], is_asked: Callable[[], bool]) -> Callable[..., Any]:
+        def emitted(handler: Any, record: Any) -> Any:
+            if is_asked() and not _is_librarys(record):
+                note(repr(handler.baseFilename))
+            return emits(handler, record)
+
+        return emitted
+
+    def calling(calls: Callable[..., Any], is_asked: Callable[[], bool]) -> Callable[..., Any]:
+        def called(owner: Any, *arguments: Any, **keywords: Any) -> Any:
+            module = str(sys._getframe(1).f_globals.get("__name__") or "")
+            if is_asked() and module.partition(".")[0] not in (*LIBRARIES, "multiprocessing"):
+                note(f"{type(owner).__name__}.{calls.__name__}()")
+            return calls(owner, *arguments, **keywords)
+
+        return called
+
+    with ExitStack() as stack:
+        stack.enter_context(_replaced(builtins, "open", opening))
+        stack.enter_context(_replaced(io, "open", opening))
+        stack.enter_context(_replaced(torch.serialization, "_open_zipfile_writer", opening_for_torch))
+        stack.enter_context(_replaced(os, "write", writing))
+        stack.enter_context(_replaced(logging.FileHandler, "emit", logging_to_file))
+        for module, kind, name in (*_SENDS, *_DRAWS):
+            owner = getattr(sys.modules.get(module), kind, None)
+            if owner is not None:
+                stack.enter_context(_replaced(owner, name, calling))
+        yield
+
+
+@contextmanager
 def _replaced(owner: Any, name: str, around: Callable[[Any, Callable[[], bool]], Any]) -> Iterator[None]:
     """Let what ``around`` makes of a function stand in its place; it is told whether this thread asks."""
     thread, is_own, function = threading.get_ident(), name in vars(owner), getattr(owner, name)
@@ -99,6 +162,14 @@ def _asked_by_program(frame: FrameType | None) -> bool:
     return False
 
 
+def _is_for_writing(file: Any, mode: Any) -> bool:
+    return isinstance(mode, str) and not {*mode}.isdisjoint("wax+") and not isinstance(file, int)
+
+
+def _is_librarys(record: logging.LogRecord) -> bool:
+    return record.name == "py.warnings" or record.name.partition(".")[0] in LIBRARIES
+
+
 class _Files:
     """Files that were opened for writing, as they were before."""
 
@@ -108,8 +179,7 @@ class _Files:
 
     def opening(self, opens: Callable[..., Any], is_asked: Callable[[], bool]) -> Callable[..., Any]:
         def opened(file: Any, mode: str = "r", *arguments: Any, **keywords: Any) -> Any:
-            writes = isinstance(mode, str) and not {*mode}.isdisjoint("wax+") and not isinstance(file, int)
-            if not (writes and is_asked() and _asked_by_program(sys._getframe(1))):
+            if not (_is_for_writing(file, mode) and is_asked() and _asked_by_program(sys._getframe(1))):
                 return opens(file, mode, *arguments, **keywords)
             if "a" not in mode or not os.path.exists(file):
                 self._note(file)
@@ -174,8 +244,7 @@ def _writing(writes: Callable[..., int], is_asked: Callable[[], bool]) -> Callab
 
 def _logging(emits: Callable[..., Any], is_asked: Callable[[], bool]) -> Callable[..., Any]:
     def emitted(handler: Any, record: Any) -> Any:
-        is_librarys = record.name == "py.warnings" or record.name.partition(".")[0] in LIBRARIES
-        return emits(handler, record) if is_librarys or not is_asked() else None
+        return emits(handler, record) if _is_librarys(record) or not is_asked() else None
 
     return emitted
 

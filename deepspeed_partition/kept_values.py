@@ -112,6 +112,25 @@ def kept_by_another(value: Any, name: str) -> Kept | None:
     return None if back is None else Kept(value, lambda: (back(), value)[1])
 
 
+def told_of(value: Any, name: str) -> Callable[[], object] | None:
+    """Return what says what was done since with a value that stays so; None of a value that is put back."""
+    say = say_of(name, value)
+    if isinstance(value, _kind("sqlite3", "Connection") or ()):
+        before = value.total_changes
+
+        def tell() -> None:
+            if value.total_changes != before:
+                say(f"{value.total_changes - before} rows were changed")
+
+        return tell
+    if _is_of_several_processes(value):
+        return _change_told(value, say)
+    if isinstance(value, io.IOBase) and not value.closed and "a" in str(getattr(value, "mode", "")):
+        place = _told_place(value)
+        return lambda: None if value.closed or _told_place(value) == place else say("lines were added to it")
+    return None
+
+
 def copied(value: Any) -> Callable[[], Any] | None:
     """Return what makes an iterator like this one is now; None of anything else, and of what cannot be copied."""
     if type(value) not in _COPIED:

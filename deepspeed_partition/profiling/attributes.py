@@ -25,7 +25,15 @@ from deepspeed_partition.code_names import (
     slots_of,
 )
 from deepspeed_partition.generators import GENERATORS, generator_state, members_of, set_generator_state
-from deepspeed_partition.kept_values import copied, iterator_kept, itself, kept_by_another, kept_in_place, state_of
+from deepspeed_partition.kept_values import (
+    copied,
+    iterator_kept,
+    itself,
+    kept_by_another,
+    kept_in_place,
+    state_of,
+    told_of,
+)
 
 PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
 """Types of values that nothing changes in place."""
@@ -381,8 +389,11 @@ class _Remembering:
 
     def _itself(self, value: Any, depth: int) -> Remembered:
         restore = self._restorer(value, depth)
+        tell = None if self._by_others else told_of(value, self._name)
 
         def restored() -> Any:  # it holds the value, so that its id is no other's
+            if tell is not None:
+                tell()
             restore()
             return value
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from array import array
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
+from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.warmup import warm_up
 from tests.engine import pipelines
 from tests.engine.pipelines import mlp, train_alone, two_groups
@@ -27,6 +29,7 @@ from tests.engine.running import (
     train,
     two,
 )
+from tests.engine.strangers_cases import said_here
 from tests.engine.warm_up_cases import AFTER, WARM_UP, heard, leaves_nothing
 from tests.in_backward import in_backward
 
@@ -44,6 +47,7 @@ class Failures:
 
 
 FAILURES = Failures()
+LOG = logging.getLogger("a program with a warm-up")
 
 
 def fails_in_backward(gradient: torch.Tensor) -> torch.Tensor:
@@ -143,6 +147,62 @@ def out_of_memory_in_a_warm_up(_: Path) -> None:
         assert counts and all(count == num_forwards for count in counts)
         assert set(engine.module._num_forwards.values()) == {num_forwards}
         leaves_nothing(engine, data[:1])
+
+
+class Taking(nn.Module):
+    """Takes from generators that it holds and counts what it took."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = (number for number in itertools.count())
+        self.squares = map(square, itertools.count())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + 0.01 * (next(self.numbers) + next(self.squares)) if torch.is_grad_enabled() else 1)
+
+
+def square(number: int) -> float:
+    return number * 0.1
+
+
+def what_a_step_has_taken_and_written_that_is_given_up(folder: Path) -> None:
+    """Generators of layers and of a loss went on, and files were written to twice, in silence."""
+    data = batches(WARM_UP + AFTER)
+    LOG.handlers, LOG.propagate = [logging.FileHandler(folder / f"log {dist.get_rank()}")], False
+
+    def layers(place: int) -> list[Any]:
+        specs = hungry(place)
+        specs[1], specs[6] = Taking(), Taking()
+        return specs
+
+    def writing() -> Any:
+        numbers, path = (number for number in itertools.count()), folder / f"losses {dist.get_rank()}"
+        opened = (folder / f"opened {dist.get_rank()}").open("a")
+
+        def loss_fn(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            with path.open("a") as file:
+                file.write("x")
+            opened.write("x")
+            LOG.warning("called")
+            return pipelines.loss_fn(outputs, labels) * (1 + 0.01 * next(numbers))
+
+        return loss_fn
+
+    expected = train_alone(layers(7), data, two_groups, loss_fn=writing())
+    engine, _, _ = start(
+        layers(7), "madpipe", planned(cut(), warmup_steps=WARM_UP), optimizer=two_groups, loss_fn=writing()
+    )
+    losses = train(engine, data[:1])
+    FAILURES.left[:] = ["backward 1"] if engine.is_last_stage() else []
+    kinds = [type(module.numbers).__name__ for module in engine.module.modules() if isinstance(module, Taking)]
+    assert kinds == ["generator"]
+    with said_here() as said:
+        losses += train(engine, data[1:])
+    same(losses, expected)
+    of_last = gather_objects(said)[-1]
+    [line] = [line for line in of_last if "given up and runs again" in line]
+    assert "losses 1'" in line and "log 1'" in line, of_last
+    assert sum("opened (TextIOWrapper): lines were added to it" in line for line in of_last) == 1, of_last
 
 
 def fewer_in_flight_where_nothing_can_be_recomputed(_: Path) -> None:
@@ -246,5 +306,6 @@ ONLY_TWO = [
     layers_that_recompute_from_the_start,
     what_does_not_fit_is_measured_alone,
     a_long_warm_up,
+    what_a_step_has_taken_and_written_that_is_given_up,
 ]
 ONLY_FOUR = [replicas_give_a_step_up_together]

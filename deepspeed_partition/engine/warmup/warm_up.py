@@ -19,13 +19,14 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from deepspeed_partition.dropped_writing import writing_noted
 from deepspeed_partition.engine.pipeline.batch_attempt import Attempt, StepGivenUp
 from deepspeed_partition.engine.pipeline.beside_layers import modules_of
 from deepspeed_partition.engine.pipeline.recomputed_attributes import TwoRuns, tell_of_second_runs
 from deepspeed_partition.engine.pipeline.replaced_instructions import shown_as
 from deepspeed_partition.engine.pipeline.stages import allocation_of
 from deepspeed_partition.engine.runtime.collectives import gather_objects
-from deepspeed_partition.engine.runtime.environment import announce
+from deepspeed_partition.engine.runtime.environment import announce, warn_once
 from deepspeed_partition.engine.runtime.tracing import Execute
 from deepspeed_partition.engine.runtime.transfers import Transfers
 from deepspeed_partition.engine.warmup.run_platform import device_memory_bytes, training_bytes
@@ -44,6 +45,12 @@ T = TypeVar("T")
 
 NUM_MEASURED_STEPS = NUM_DROPPED + 20
 """The number of steps that are timed at most; in a longer warm-up the steps after these are not."""
+
+MOST_NAMED = 9
+WRITTEN = (
+    "a step of the warm-up was given up and runs again, and what the program has written in it stays, and "
+    "is written again: {names}"
+)
 
 
 class WarmUp:
@@ -93,14 +100,19 @@ class WarmUp:
         while not self.ran_out_of_memory and (self.goes_on or not self._is_over()):
             # What fits in so many steps fits in the others; to be able to undo a step has its price.
             attempt = self._attempt = Attempt(self._engine, self._held) if self._measures else None
+            written: list[str] = []
+            noted = nullcontext() if attempt is None else writing_noted(written)
             try:
-                with self._measured_step() as measuring, self._stand_ins(measuring):
+                with noted, self._measured_step() as measuring, self._stand_ins(measuring):
                     trained = (step(),)
                 self.ran_at = allocation_of(self._engine.module)
                 return trained
             except StepGivenUp as reason:
                 assert attempt is not None
                 attempt.undo()
+                if written:
+                    names = ", ".join(written[:MOST_NAMED])
+                    warn_once(f"written in a step given up/{names}", WRITTEN.format(names=names))
                 if self._engine.when_given_up is not None:
                     self._engine.when_given_up()
                 if reason.for_memory:
