@@ -78,7 +78,7 @@ def writing_noted(found: list[str]) -> Iterator[None]:
 
     def opening(opens: Callable[..., Any], is_asked: Callable[[], bool]) -> Callable[..., Any]:
         def opened(file: Any, mode: str = "r", *arguments: Any, **keywords: Any) -> Any:
-            if _is_for_writing(file, mode) and is_asked() and _asked_by_program(sys._getframe(1)):
+            if _is_for_writing(file, mode) and is_asked() and asked_by_program(sys._getframe(1)):
                 note(repr(os.fsdecode(file)))
             return opens(file, mode, *arguments, **keywords)
 
@@ -86,7 +86,7 @@ def writing_noted(found: list[str]) -> Iterator[None]:
 
     def opening_for_torch(opens: Callable[..., Any], is_asked: Callable[[], bool]) -> Callable[..., Any]:
         def opened(file: Any) -> Any:
-            if isinstance(file, str | os.PathLike) and is_asked() and _asked_by_program(sys._getframe(1)):
+            if isinstance(file, str | os.PathLike) and is_asked() and asked_by_program(sys._getframe(1)):
                 note(repr(os.fsdecode(file)))
             return opens(file)
 
@@ -147,7 +147,7 @@ def _replaced(owner: Any, name: str, around: Callable[[Any, Callable[[], bool]],
                 delattr(owner, name)
 
 
-def _asked_by_program(frame: FrameType | None) -> bool:
+def asked_by_program(frame: FrameType | None) -> bool:
     """Whether code of the program asks for something, also through a package that writes what it is given.
 
     What torch or a host writes for itself, such as a compiled kernel, is not the program's.
@@ -179,7 +179,7 @@ class _Files:
 
     def opening(self, opens: Callable[..., Any], is_asked: Callable[[], bool]) -> Callable[..., Any]:
         def opened(file: Any, mode: str = "r", *arguments: Any, **keywords: Any) -> Any:
-            if not (_is_for_writing(file, mode) and is_asked() and _asked_by_program(sys._getframe(1))):
+            if not (_is_for_writing(file, mode) and is_asked() and asked_by_program(sys._getframe(1))):
                 return opens(file, mode, *arguments, **keywords)
             if "a" not in mode or not os.path.exists(file):
                 self._note(file)
@@ -192,7 +192,7 @@ class _Files:
 
     def opening_for_torch(self, opens: Callable[..., Any], is_asked: Callable[[], bool]) -> Callable[..., Any]:
         def opened(file: Any) -> Any:
-            if isinstance(file, str | os.PathLike) and is_asked() and _asked_by_program(sys._getframe(1)):
+            if isinstance(file, str | os.PathLike) and is_asked() and asked_by_program(sys._getframe(1)):
                 self._note(file)
             return opens(file)
 

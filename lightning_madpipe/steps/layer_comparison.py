@@ -36,14 +36,16 @@ from lightning_madpipe.steps.layer_settings import LayerSettings
 from lightning_madpipe.steps.layers_on_parts import FEW, MANY, FewSamples, OnParts, few_samples, layers_on_parts
 from lightning_madpipe.steps.user_step import UserSteps
 from lightning_madpipe.steps.what_layers_set import LayerTraces
+from lightning_madpipe.steps.written_files import LayerWriting
 from lightning_madpipe.steps.written_inputs import WRITES
 
 T = TypeVar("T")
 
 UNCHECKED = (
     "check_layers=False: the layers are not compared with forward(), and no line names layers that mix samples, "
-    "keep something from run to run, decide by numbers in tensors, hand something over beside their outputs, or "
-    "draw random numbers. Where a layer does, training differs from that of one process, and no line says so"
+    "keep something from run to run, decide by numbers in tensors, hand something over beside their outputs, "
+    "draw random numbers or write to files. Where a layer does, training differs from that of one process, and no "
+    "line says so"
 )
 """What is said once of a run without the check."""
 
@@ -85,6 +87,7 @@ class LayerComparison:
         self._draws: set[str] = set()
         """What was told of that draws random numbers."""
         self._settings = LayerSettings(module, pipeline.elsewhere, self._named)
+        self._writing = LayerWriting(lambda: pipeline.elsewhere.inside)
         self._watches: dict[Any, ForwardWatch] = {}
         """What ``forward`` reads, by the mode of the module and the call that the layers run."""
 
@@ -273,7 +276,7 @@ class LayerComparison:
 
         try:
             alone = collectives_refused(refuse, lambda: [dist.get_rank()])
-            return run_within([self._pipeline.elsewhere.lifted(), alone], look)
+            return run_within([self._pipeline.elsewhere.lifted(), alone, self._writing.watching()], look)
         finally:
             if found:
                 raise self._lightning.refusal(found[0]) from None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import os
 from collections.abc import Container, Iterator, Mapping
 from types import CodeType, FunctionType, NoneType
 from typing import Any
@@ -179,7 +180,7 @@ def _set_on(part: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _describe(found: Description, name: str, value: Any) -> None:
     words = _in_words(value)
-    if words is not None:
+    if words is not None and not (isinstance(value, str) and os.sep in value):  # a file of each rank
         found[name] = words
 
 

@@ -11,12 +11,24 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from types import FrameType
 from typing import Any
 
-from deepspeed_partition.code_names import LIBRARIES, is_installed, is_librarys, module_of
+from torch import nn
+
+from deepspeed_partition.code_names import (
+    LIBRARIES,
+    CodeSearch,
+    forward_of,
+    is_installed,
+    is_librarys,
+    module_of,
+)
+from deepspeed_partition.dropped_writing import asked_by_program, writing_dropped
+from deepspeed_partition.engine.runtime.environment import warn_once
 from lightning_madpipe.finding.step_call import replaced
 from lightning_madpipe.steps.ending_contexts import EndingContexts
 
@@ -30,6 +42,13 @@ _DOES = (
     "{does}, and a step runs on the last stage once per micro-batch, up to its call of the layers on the first "
     "one, and in trials: each of these {verb}. {verb_to_do} in a hook, such as on_train_batch_end, on one rank"
 )
+LAYERS_DO = (
+    "{does}, and layers run once per micro-batch, on the rank that has them, again where a batch is given up or a "
+    "layer is recomputed, and in trials: each of these {verb}. {verb_to_do} in a hook, such as "
+    "on_train_batch_end, on one rank"
+)
+"""What is said once of layers that write."""
+FORWARD = "a layer or forward()"
 
 _OPENS = (
     ("builtins", "open"), ("io", "open"), ("bz2", "_builtin_open"), ("tarfile", "bltn_open"),
@@ -57,10 +76,11 @@ class WritingTold:
     Args:
         step: The name of the step.
         say: Is given what is said.
+        sentence: What that is.
     """
 
-    def __init__(self, step: str, say: Callable[[str], None]) -> None:
-        self._step, self._say = step, say
+    def __init__(self, step: str, say: Callable[[str], None], sentence: str = _DOES) -> None:
+        self._step, self._say, self._sentence = step, say, sentence
         self._thread: int | None = None
         """The one that runs the step; None: none does."""
         self._watched: dict[tuple[str, str], _Watched] = {}
@@ -112,7 +132,7 @@ class WritingTold:
     def _tell(self, does: str, verb: str = "writes", verb_to_do: str = "Write") -> None:
         # Other threads may write, too; and what was imported meanwhile may have taken a function from here.
         if self._thread == threading.get_ident():
-            self._say(_DOES.format(does=f"{self._step} {does}", verb=verb, verb_to_do=verb_to_do))
+            self._say(self._sentence.format(does=f"{self._step} {does}", verb=verb, verb_to_do=verb_to_do))
 
     def _opening(self, opens: Callable[..., Any], name: str) -> Callable[..., Any]:
         def opened(file: Any, mode: str = "r", *arguments: Any, **keywords: Any) -> Any:
@@ -175,6 +195,52 @@ class _Watched:
             setattr(self._owner, self._name, self._function)
         else:  # a method of a base
             delattr(self._owner, self._name)
+
+
+class LayerWriting:
+    """Says of layers, where they are tried, that they write.
+
+    Args:
+        layers: Gives the modules that layers consist of, at any time.
+    """
+
+    def __init__(self, layers: Callable[[], Iterable[nn.Module]]) -> None:
+        self._layers, self._told = layers, WritingTold(FORWARD, _say_of_layers, LAYERS_DO)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Say it of what happens meanwhile, of which nothing stays in files that are opened meanwhile."""
+        files = OpenFiles()
+        files.begin(self._files())
+        with files.of_step(), self._told.watching(), writing_dropped():
+            yield
+        for name in files.written():
+            does = f"{FORWARD} writes to {name}"
+            _say_of_layers(LAYERS_DO.format(does=does, verb="writes", verb_to_do="Write"), asks=False)
+
+    def _files(self) -> dict[str, Any]:
+        """The files that are open for writing, of those that the code of layers names and that layers hold."""
+        search = CodeSearch(lambda file: not is_installed(file))
+        found: dict[str, Any] = {}
+        for part in self._layers():
+            search.read(forward_of(part), type(part))
+            found.update({f"{type(part).__name__}.{key}": value for key, value in vars(part).items()})
+        found.update({f"{owner}.{key}": name.value for (owner, key), name in search.found.items()})
+        return {name: value for name, value in found.items() if _is_open_for_writing(value)}
+
+
+def _is_open_for_writing(value: Any) -> bool:
+    shown = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    is_file = isinstance(value, io.IOBase) and not any(value is each for each in shown)
+    return is_file and not value.closed and value.writable()
+
+
+def _say_of_layers(sentence: str, *, asks: bool = True) -> None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") in (__name__, asked_by_program.__module__):
+        frame = frame.f_back
+    if not asks or asked_by_program(frame):  # and not by a compiler, for its kernels
+        warn_once(f"layers write/{sentence}", sentence)
 
 
 def _is_librarys(module: str) -> bool:

@@ -72,6 +72,15 @@ def test_nothing_is_told_of_a_step_that_writes_nowhere(two: Records) -> None:
     assert [rank["written_there"]["none of them"] for rank in two.ranks] == [[], []]
 
 
+def test_layers_that_write_are_told(two: Records) -> None:
+    """Each micro-batch wrote a line, and so did trials and batches that were given up: nothing was said."""
+    found = {name: two.ranks[0]["written_by_layers"][name] for name in ("held", "opened", "none")}
+    assert [line[:48] for line in found["held"]] == ["a layer or forward() writes to tests.lightning.w"]
+    [opened] = found["opened"]
+    assert opened.startswith("a layer or forward() opens '") and "each of these writes" in opened
+    assert not found["none"]
+
+
 @pytest.mark.parametrize("module", ["Flow", "FlowAsForward", "SumsByItself", "ChangesBetween"])
 def test_tensors_that_calls_change_in_place_are_those_of_one_process(two: Records, module: str) -> None:
     """A sum of layers was 0, had no gradient, or was the last one everywhere: each was refused with other reasons.

@@ -215,6 +215,46 @@ def written_there(host: Host) -> dict[str, Any]:
     return found
 
 
+LINES: Any = None
+"""A file that layers write to, opened before."""
+
+
+class WritesLine(cases.Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        LINES.write("a line\n")
+        return super().forward(x)
+
+
+class Appends(cases.Block):
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.path.open("a") as file:
+            file.write("a line\n")
+        return super().forward(x)
+
+
+class WithBlock(cases.Classifier):
+    def __init__(self, block: cases.Block) -> None:
+        super().__init__(optimizer="sgd")
+        self.blocks[1] = block
+
+
+def written_by_layers(host: Host) -> dict[str, Any]:
+    """What is said of layers that write, and how many lines there are before the first step of the optimizer."""
+    global LINES
+    path = host.folder / f"lines of layers {os.environ['RANK']}"
+    found = {}
+    with path.open("w") as LINES:
+        for name, make in {"held": WritesLine, "opened": lambda: Appends(path), "none": cases.Block}.items():
+            with lines() as said:
+                trained(host, seeded(lambda make=make: WithBlock(make())), data=cases.loader(16), max_epochs=1)
+            found[name] = [line for line in said if "writ" in line]
+    return found
+
+
 class Pair(NamedTuple):
     name: str
     factors: Any
@@ -243,4 +283,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     2: [numbers_of_layers, drawn_from_tuples],
     4: [],
 }
-ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [repeated, written_there], 4: []}
+ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
+    2: [repeated, written_there, written_by_layers],
+    4: [],
+}
