@@ -172,6 +172,8 @@ class MadPipeEngine(ResumingEngine):
 
     def __init__(self, *, options: Options | None = None, **kwargs: Any) -> None:
         self._pending = PendingPlan(self)
+        if options is not None:  # of another host, whose steps have ranks of their own
+            self.tells_of_ranks = False
         self._layer_buffers: Buffers | None = None
         self._peak: PlannedPeak | None = None
         of_fp16 = fp16_without_zero(kwargs["config_class"], kwargs.get("optimizer"))

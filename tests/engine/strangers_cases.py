@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,13 +25,14 @@ from torch import nn
 
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule, TiedModule
 from deepspeed_partition.engine.engine import initialize_with
+from deepspeed_partition.engine.pipeline import asked_ranks
 from deepspeed_partition.engine.pipeline.replaced_instructions import AT_THE_END
 from deepspeed_partition.engine.runtime import environment
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.planner.errors import PlanMismatchError
 from deepspeed_partition.profiling import arrivals
 from tests.engine import pipelines, plans
-from tests.engine.pipelines import WIDTH, WORDS, Block, halving, mlp, train_alone, two_groups
+from tests.engine.pipelines import WIDTH, WORDS, Block, halving, loss_fn, mlp, train_alone, two_groups
 from tests.engine.running import (
     NUM_MICRO_BATCHES,
     adam,
@@ -1044,6 +1046,55 @@ def said_here() -> Iterator[list[str]]:
     sentences += [str(call.args[1]) for call in logger.log.call_args_list]
 
 
+# Layers that ask where they run
+
+
+def _rank_of_helper() -> int:
+    return int(os.getenv("RANK", "0"))
+
+
+class AskingRank(nn.Module):
+    """Multiplies by its rank in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ways: dict[str, Callable[[], int]] = {
+            "torch.distributed.get_rank()": dist.get_rank,
+            "deepspeed.comm.get_rank()": deepspeed.comm.get_rank,
+            "os.environ['RANK']": _rank_of_helper,
+            "os.environ['LOCAL_RANK']": lambda: int(os.environ.get("LOCAL_RANK", 0)),
+        }
+        return x * (1 + ways[self.way]()) if self.way in ways else x * len(os.environ["PATH"]) / len(ways)
+
+
+def loss_by_rank(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return loss_fn(outputs, labels) * (1 + int(os.environ["RANK"]))
+
+
+def layers_that_ask_for_their_rank_are_named(_: Path) -> None:
+    """A plan moved them, and they computed with another rank than on DeepSpeed's cut, in silence."""
+    ways = ["torch.distributed.get_rank()", "deepspeed.comm.get_rank()", "os.environ['RANK']"]
+    ways += ["os.environ['LOCAL_RANK']", "no way"]
+    for method, steps in (("madpipe", 0), ("madpipe", 2), ([0, 2, 13], 0)):
+        layers = [*mlp()[:2], *(LayerSpec(AskingRank, way) for way in ways), *mlp()[2:]]
+        options = planned([0, 5, 13], warmup_steps=steps) if method == "madpipe" else {}
+        said: list[str] = []
+        with patch.object(asked_ranks, "warn_once", lambda _, line: said.append(line)):  # noqa: B023
+            engine, _, _ = start(layers, method, options, optimizer=two_groups, loss_fn=loss_by_rank)
+            for batch in batches(3):
+                engine.train_batch(iter(batch))
+        lines = {line.partition(",")[0] for of_rank in gather_objects(said) for line in of_rank}
+        named = {f"layer {place} (AskingRank) asks for its rank ({way}) when it runs: here it runs on rank {rank}"
+                 for place, (way, rank) in enumerate(zip(ways[:-1], (0, 0, 0, 1), strict=True), 2)}  # fmt: skip
+        loss = "the loss function (loss_by_rank) asks for its rank (os.environ['RANK']) when it runs: here it runs"
+        assert bool(lines) == (method == "madpipe"), (method, lines)
+        if lines and not steps:
+            assert lines == named | {f"{loss} on rank 1"}, lines
+
+
 # What layers keep beside parameters and buffers
 
 
@@ -1427,7 +1478,7 @@ def tensors_of_one_memory(_: Path) -> None:
 
 
 CASES = [
-    calls_on_one_rank,
+    calls_on_one_rank, layers_that_ask_for_their_rank_are_named,
     a_tensor_that_is_returned_twice, tensors_of_one_memory,
     what_an_optimizer_keeps_of_its_weights_goes_with_them,
     optimizers_that_see_a_part, schedules_that_see_a_part,

@@ -59,6 +59,11 @@ class Cut:
         """Whether runs of the module make their own cuts, so that a later one may ask for another cut."""
         return self.origin == "trial" or self.is_of_a_run or self.planned_by is not None
 
+    @property
+    def is_of_program(self) -> bool:
+        """Whether a program has written down the boundaries, or DeepSpeed has made them, and no plan."""
+        return self.origin in ("boundaries", "default") and not self.is_of_a_run
+
 
 def asks_for_plan(method: object) -> bool:
     """Whether a ``partition_method`` asks for a plan, in any case: ``"madpipe"`` or ``"profile"``."""

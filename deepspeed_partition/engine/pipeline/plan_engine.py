@@ -24,6 +24,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from deepspeed_partition.engine.pipeline.asked_ranks import ranks_told
 from deepspeed_partition.engine.pipeline.batch_attempt import Batch
 from deepspeed_partition.engine.pipeline.batch_programs import program_of
 from deepspeed_partition.engine.pipeline.batch_state import BatchData, BatchState
@@ -147,6 +148,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
     """Micro-batches of a batch, while numbers go on from one batch to the next; 0: each batch begins at 0."""
     step_watch: StepWatch | None = None
     """What times the steps, where somebody has asked to know of them."""
+    tells_of_ranks = True
+    """Whether layers that ask for their rank are named; a host may do so itself."""
     loss_cost: LossCost | None = None
     """What the loss of one batch costs, on the rank of the last stage, where it was tried."""
 
@@ -170,6 +173,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
         self._replaced = Replaced(self)
         self._lockstep = Lockstep(self._pipelines())
         self._shared_outputs, self._backwards_looked_at = SharedOutputs(), set[int]()
+        self._forwards_looked_at = set[int]()
         self._drawn_at_once = DrawnAtOnce()
         self._passes, self._is_plain = PlainPasses(self), False
         self._computations = {
@@ -662,6 +666,22 @@ class AnyPlanEngine(AnyBoundaryEngine):
         self.batch_data.settle(number)
 
     def _run_forward_on(self, forward: Compute, devices: Sequence[int]) -> None:
+        if forward.stage in self._forwards_looked_at:
+            self._compute_forward(forward, devices)
+            return
+        self._forwards_looked_at.add(forward.stage)
+        with self._ranks_told(forward.stage, is_last=forward.stage + 1 == len(devices)):
+            self._compute_forward(forward, devices)
+
+    def _ranks_told(self, stage: int, *, is_last: bool) -> AbstractContextManager[None]:
+        """Say once which layers of a stage ask for their rank, where that is a plan's and no program's."""
+        module: Any = self.module
+        if not self.tells_of_ranks or self.num_stages == 1 or module.madpipe_cut.is_of_program:
+            return nullcontext()
+        loss_fn = module.loss_fn if is_last else None
+        return ranks_told(module._functions[stage], module.allocation.stages[stage].layers[0], loss_fn)
+
+    def _compute_forward(self, forward: Compute, devices: Sequence[int]) -> None:
         stage, number, slot, state = forward.stage, forward.micro_batch, forward.slot, self.batch_state
         buffers, is_last = self.pipe_buffers, stage + 1 == len(devices)
         if self._is_plain:
