@@ -55,7 +55,7 @@ from deepspeed_partition.engine.pipeline.optimizers_in_parts import (
 )
 from deepspeed_partition.engine.pipeline.parts import trainable_parameters
 from deepspeed_partition.engine.pipeline.sharded_stages import ShardedStages
-from deepspeed_partition.engine.pipeline.stages import allocation_of, hold_built_stages
+from deepspeed_partition.engine.pipeline.stages import StagesModule, allocation_of, hold_built_stages
 from deepspeed_partition.engine.pipeline.tied_gradients import without_gradient
 from deepspeed_partition.engine.repairs import (
     clip_by_global_norm,
@@ -65,6 +65,7 @@ from deepspeed_partition.engine.repairs import (
     viewed_as_bytes,
 )
 from deepspeed_partition.engine.repartition.part_descriptions import remember_attributes
+from deepspeed_partition.engine.repartition.state_beside import StateBeside
 from deepspeed_partition.engine.runtime import accelerator
 from deepspeed_partition.engine.runtime.all_come import wait_until_all_come
 from deepspeed_partition.engine.runtime.collectives import from_rank_0
@@ -138,6 +139,8 @@ class MadPipeEngine(ResumingEngine):
     when_given_up: Callable[[], object] | None = None
     """Function called where a rank ran out of memory in a step of the warm-up: the step runs again, as if it had
     not begun."""
+    state_beside: StateBeside | None = None
+    """What layers and the loss keep beside their modules, which goes with them where they move."""
     watches_optimizer = True
     """Whether the engine says what hooks of the optimizer's step see; a host may do so itself."""
     around_measurements: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -173,7 +176,7 @@ class MadPipeEngine(ResumingEngine):
     def __init__(self, *, options: Options | None = None, **kwargs: Any) -> None:
         self._pending = PendingPlan(self)
         if options is not None:  # of another host, whose steps have ranks of their own
-            self.tells_of_ranks = False
+            self.watches_programs = False
         self._layer_buffers: Buffers | None = None
         self._peak: PlannedPeak | None = None
         of_fp16 = fp16_without_zero(kwargs["config_class"], kwargs.get("optimizer"))
@@ -189,6 +192,10 @@ class MadPipeEngine(ResumingEngine):
         weights = weights_given(kwargs.get("optimizer"), kwargs.get("model_parameters") or ())
         super().__init__(**kwargs)
         remember_attributes(self.module._layer_specs)
+        if self.watches_programs and isinstance(self.module, StagesModule):
+            if self.state_beside is None:
+                self.state_beside = StateBeside(self.module)
+            self.state_beside.remember()
         self.options = options or Options.from_mapping(self._config.pipeline.get("madpipe", {}))
         watch.start(self.options.patience_seconds)
         say_interruptions_in_one_line()

@@ -148,8 +148,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
     """Micro-batches of a batch, while numbers go on from one batch to the next; 0: each batch begins at 0."""
     step_watch: StepWatch | None = None
     """What times the steps, where somebody has asked to know of them."""
-    tells_of_ranks = True
-    """Whether layers that ask for their rank are named; a host may do so itself."""
+    watches_programs = True
+    """Whether the engine looks at what layers and the loss ask and keep beside themselves; a host may do so."""
     loss_cost: LossCost | None = None
     """What the loss of one batch costs, on the rank of the last stage, where it was tried."""
 
@@ -676,7 +676,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
     def _ranks_told(self, stage: int, *, is_last: bool) -> AbstractContextManager[None]:
         """Say once which layers of a stage ask for their rank, where that is a plan's and no program's."""
         module: Any = self.module
-        if not self.tells_of_ranks or self.num_stages == 1 or module.madpipe_cut.is_of_program:
+        if not self.watches_programs or self.num_stages == 1 or module.madpipe_cut.is_of_program:
             return nullcontext()
         loss_fn = module.loss_fn if is_last else None
         return ranks_told(module._functions[stage], module.allocation.stages[stage].layers[0], loss_fn)

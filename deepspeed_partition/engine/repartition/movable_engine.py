@@ -86,6 +86,8 @@ class MovingEngine(AnyPlanEngine):
         training_state: TrainingState | None = None
         along: KeptAlong | None = None
         with preserved_random_state():
+            beside = getattr(self, "state_beside", None)
+            leaving = {} if beside is None else beside.leaving(allocation)
             arriving = build_arriving(self.module, allocation)
             if groups is not None and self._every_group is not None:
                 num_scheduled = self._num_scheduled(self._every_group)
@@ -103,6 +105,8 @@ class MovingEngine(AnyPlanEngine):
             if training_state is not None:
                 training_state.take_out()
             move_layers(self.module, allocation, arriving, training_state)
+            if beside is not None:
+                beside.arrive(leaving)
             if groups is not None:
                 groups.assign(self.basic_optimizer, self.module)
             self._start_again(scheduler)

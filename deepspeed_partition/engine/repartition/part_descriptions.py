@@ -10,7 +10,7 @@ import random
 import zlib
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -198,6 +198,36 @@ def _sendable(value: Any) -> Any:
         return _with_data(value, _off_the_device)
     kind = type(itself(value)).__name__
     return Unsendable(kind, None if type(value) in _QUEUES else state_of(value))
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A variable that is no attribute of a module, as another process can have it."""
+
+    value: Any
+    mark: Any
+    """What tells it from what it is after a change, in any process if the value can be sent."""
+    kind: str
+
+    @property
+    def can_be_taken(self) -> bool:
+        """Whether another process can have it."""
+        return not isinstance(self.value, Unsendable | GeneratorState | QueueState)
+
+
+def sendable(value: Any) -> Sent:
+    """What another process can have of a variable."""
+    sent = _sendable(value)
+    marked = mark(value) if isinstance(sent, Unsendable | IteratorState | QueueState) else _fingerprint(sent)
+    return Sent(sent, sent.numbers if isinstance(sent, IteratorState) else marked, type(itself(value)).__name__)
+
+
+def take(table: MutableMapping[str, Any], name: str, sent: Sent) -> None:
+    """Let a variable be what it is on another rank."""
+    if isinstance(sent.value, IteratorState):
+        table[name] = itertools.count(*sent.value.numbers)
+    else:
+        _take(table, name, _with_data(sent.value, _onto_the_device))
 
 
 def _is_data(value: Any) -> bool:
@@ -409,7 +439,7 @@ def _fill(here: dict[str, Any], name: str, value: QueueState) -> None:
         items.not_empty.notify_all()
 
 
-def _take(here: dict[str, Any], name: str, value: Any) -> None:
+def _take(here: MutableMapping[str, Any], name: str, value: Any) -> None:
     """Let an attribute be ``value``: a container that others may have, too, gets its contents."""
     present: Any = here.get(name)
     if type(present) is not type(value) or (isinstance(value, deque) and present.maxlen != value.maxlen):

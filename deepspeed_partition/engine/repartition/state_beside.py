@@ -1,0 +1,112 @@
+"""What layers and the loss function change beside their modules: it goes with them where they move.
+
+That is: variables around their code, of their file and of their classes, such as a global counter, and what an
+object that is the loss function holds. A process has such a variable of its own, in which only the rank that ran
+the layer has counted. What is no data, as a generator, stays behind, and that is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from deepspeed_partition.code_names import Name, function_of
+from deepspeed_partition.engine.pipeline.beside_layers import name_of, names_beside
+from deepspeed_partition.engine.pipeline.stages import allocation_of, owner
+from deepspeed_partition.engine.repartition.part_descriptions import Sent, sendable, take
+from deepspeed_partition.engine.runtime.collectives import gather_objects
+from deepspeed_partition.engine.runtime.environment import warn_once
+from deepspeed_partition.planner.allocation import Allocation
+
+STAYS = (
+    "{written} ({kind}) was changed by {who} while it ran, and is what it was on rank {rank}, which runs it now: "
+    "numbers, tensors, arrays and containers of these go with a layer or a loss, and other objects do not"
+)
+
+
+class Changed(NamedTuple):
+    """A variable that a layer, or the loss function, has changed on the rank that ran it."""
+
+    who: str
+    written: str
+    sent: Sent
+
+
+class StateBeside:
+    """The variables beside the layers of a rank and beside the loss function.
+
+    Args:
+        module: of the pipeline.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._first: dict[tuple[int, str], Any] = {}
+        """What tells each from what it is after a change, by the layer that reads it, when it came here."""
+
+    def remember(self) -> None:
+        """Note what is here of the layers that have come, and of the loss function."""
+        for place, name in self._names():
+            self._first.setdefault((place, name.written), sendable(name.value).mark)
+
+    def leaving(self, allocation: Allocation) -> dict[int, list[Changed]]:
+        """Gather what was changed of layers that go to another rank; by their number. Collective."""
+        module = self._module
+        rank, present, last = module.mpu().get_stage_id(), allocation_of(module), module._num_layers - 1
+        found: dict[int, list[Changed]] = {}
+        for place, name in self._names():
+            layer = min(place, last)
+            if owner(present, layer) != rank or owner(allocation, layer) == rank:
+                continue
+            sent = sendable(name.value)
+            if self._first.get((place, name.written), sent.mark) != sent.mark:
+                found.setdefault(place, []).append(Changed(self._who(place), name.written, sent))
+        everything: dict[int, list[Changed]] = {}
+        for of_rank in gather_objects(found, module.mpu().get_pipe_parallel_group()):
+            everything.update(of_rank)
+        return everything
+
+    def arrive(self, changed: dict[int, list[Changed]]) -> None:
+        """Give the variables of layers that have come what they have got on the ranks that ran them."""
+        module = self._module
+        rank, present, last = module.mpu().get_stage_id(), allocation_of(module), module._num_layers - 1
+        here = {(place, name.written): name for place, name in self._names()}
+        for place, names in changed.items():
+            for each in names if owner(present, min(place, last)) == rank else ():
+                name = here.get((place, each.written))
+                if name is None or not each.sent.can_be_taken:
+                    words = STAYS.format(written=each.written, kind=each.sent.kind, who=each.who, rank=rank)
+                    warn_once(f"stays beside/{each.who}/{each.written}", words)
+                elif sendable(name.value).mark != each.sent.mark:
+                    take(name.table, name.key, each.sent)
+
+    def _names(self) -> Iterator[tuple[int, Name]]:
+        """Yield the variables with the number of the layer; that of the loss is the next one behind them."""
+        module = self._module
+        for stage in module.own_stages:
+            first = module.allocation.stages[stage].layers[0]
+            for place, function in enumerate(module._functions[stage]):
+                for name in names_beside(function):
+                    yield first + place, name
+        loss_fn, place = module.loss_fn, module._num_layers
+        if loss_fn is None or isinstance(loss_fn, nn.Module):  # which goes as layers do
+            return
+        is_function = function_of(loss_fn) is not None or isinstance(loss_fn, partial)
+        for name in names_beside(loss_fn if is_function else type(loss_fn).__call__):
+            yield place, name
+        held: dict[str, Any] = getattr(loss_fn, "__dict__", {})
+        for key in list(held):
+            yield place, Name("the loss function", key, held, f"its {key}")
+
+    def _who(self, place: int) -> str:
+        module = self._module
+        if place == module._num_layers:
+            return f"the loss function ({name_of(module.loss_fn)})"
+        stage = next(
+            stage for stage in module.own_stages if place in range(*module.allocation.stages[stage].layers)
+        )
+        function = module._functions[stage][place - module.allocation.stages[stage].layers[0]]
+        return f"layer {place} ({name_of(function)})"
