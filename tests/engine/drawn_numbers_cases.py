@@ -10,7 +10,9 @@ from unittest.mock import patch
 
 import numpy
 import torch
+from deepspeed.runtime.dataloader import RepeatingLoader
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from deepspeed_partition.engine.runtime import environment
 from deepspeed_partition.engine.runtime.collectives import gather_objects
@@ -110,6 +112,17 @@ class Noisy(nn.Module):
         return x * next(self.noise)
 
 
+class Samples(Dataset[Any]):
+    """As many as nine micro-batches."""
+
+    def __len__(self) -> int:
+        return 36
+
+    def __getitem__(self, number: int) -> Any:
+        inputs, labels = batches(1)[0][0]
+        return inputs[number % 4], labels[number % 4]
+
+
 def draws_that_cannot_be_the_same_are_said(_: Path) -> None:
     """An iterator, or a generator of a layer, got other numbers than in plain DeepSpeed, in silence."""
     store: set[str] = set()
@@ -140,6 +153,13 @@ def draws_that_cannot_be_the_same_are_said(_: Path) -> None:
         words = "noise (generator) draws from a common random" if draws_in_layer else "(torch; seed_layers sets it"
         counts = gather_objects(sum(words in line for line in said))
         assert counts == [1, 0], (draws_in_layer, counts, said)
+    store.clear()
+    loader = RepeatingLoader(DataLoader(Samples(), batch_size=4))  # draws once in an epoch
+    with said_here() as said, patch("deepspeed_partition.engine.pipeline.plan_engine.warn_once", once):
+        engine, _, _ = start(layers, [0, 5, 10], optimizer=two_groups, seed_layers=False)
+        for _ in range(9):
+            engine.train_batch(iter(loader))
+    assert not any(sum("seed_layers sets it" in line for line in lines) for lines in gather_objects(said))
 
 
 CASES = [

@@ -86,21 +86,24 @@ class DrawnAtOnce:
 
     def __init__(self) -> None:
         self._names: set[str] = set()
-        """Generators from which the present batch was drawn."""
+        """Generators from which the present batch was drawn, and the one before. A loader draws one
+        when it begins an epoch, on which no sample need depend."""
+        self._drawn: set[str] = set()
         self._states: dict[str, Any] = {}
         self._is_said = False
 
     @contextmanager
     def reading(self, num_micro_batches: int) -> Iterator[None]:
         """Watch the reading of a batch."""
-        self._names.clear()
+        drawn, self._drawn, self._names = self._drawn, set(), set()
         if self._is_said or num_micro_batches == 1:
             yield
             return
         before = common_states()
         yield
         self._states = common_states()
-        self._names.update(name for name, state in self._states.items() if state != before[name])
+        self._drawn = {name for name, state in self._states.items() if state != before[name]}
+        self._names = drawn & self._drawn
 
     def computed(self) -> list[str]:
         """The generators that the batch and its computation have both drawn from, once it is computed."""
