@@ -229,6 +229,63 @@ def test_the_head_goes_back_to_the_first_device():
     assert 1.03 * step < m * (of_five_blocks + head) + 6 * 0.030 + embedding  # on the last device, behind 6 others
 
 
+def test_the_embedding_goes_where_the_head_is_not():
+    """Llama 2 of 7 billion, 4 devices, 4 micro-batches, no room for the weights of both beside 8 blocks.
+
+    A step was 5 % longer with the head on the last device.
+    """
+    made, m = blocks(32), 4
+    layers = tuple(
+        replace(layer, weight_bytes=size) for layer, size in zip(made.layers, [80, *[120] * 32, 80], strict=True)
+    )
+    made = replace(made, layers=layers)
+    platform = Platform(num_devices=4, memory_bytes=3 * (8 * 120 + 80) + 100, bandwidth=FREE)
+    problem = step_problem(made, platform, m)
+    search = step_search.StepSearch(problem)
+    for placement in interleaved(problem):
+        if len(placement.devices) == 34:
+            InterleavedSearch(search).try_usual(placement)
+    step = problem.times.clock.seconds(int(search.best))
+    assert step == pytest.approx(m * (8 * 0.030 + 0.018), rel=0.02)
+    assert 1.03 * step < m * (8 * 0.030 + 0.018) + 2 * 0.030  # on the last device, behind 2 others
+    devices = search.leaders()[0].devices
+    assert devices.count(devices[0]) == devices.count(devices[-1]) == 9 and devices[0] != devices[-1]
+
+
+@pytest.mark.parametrize("last", [0, 1, 2])
+def test_a_head_that_runs_at_once_takes_no_turn(last):
+    """Its backward follows its forward, and the other stages keep Megatron-LM's order."""
+    made, m = blocks(12), 8
+    problem = step_problem(made, Platform(num_devices=4, memory_bytes=10**9, bandwidth=FREE), m)
+    inner = (0, 1, 2, 3) * 3
+    placement = Placement.of((0, *range(2, 15)), (*inner, last))
+    limits = tuple(limit + 1 for limit in megatron_limits(inner, 4))
+    engine = step_engine(problem, placement)
+    rule = GroupRule(4, limits, alternates=True, at_once=(12,))
+    run = engine.run(m, rule.choice(engine, m))
+    forward, backward = 12, 13
+    plain = step_engine(problem, Placement.of((0, *range(2, 13), 14), inner))
+    expected = GroupRule(4, limits, alternates=True).orders(plain, m)
+    for device, order in enumerate(run.orders):
+        ends = [index for index, position in enumerate(order) if position == forward]
+        assert len(ends) == (m if device == last else 0)
+        assert all(order[index + 1] == backward for index in ends)
+        rest = [position - 2 * (position > backward) for position in order if position not in (forward, backward)]
+        assert rest == list(expected[device])
+
+
+def test_a_first_stage_that_runs_at_once_is_two_ahead_at_most():
+    made, m = blocks(12), 8
+    problem = step_problem(made, Platform(num_devices=4, memory_bytes=10**9, bandwidth=FREE), m)
+    placement = Placement.of((0, *range(1, 13), 14), (3, *(0, 1, 2, 3) * 3))
+    engine = step_engine(problem, placement)
+    limits = megatron_limits(placement.devices[1:], 4)
+    run = engine.run(m, GroupRule(4, limits, alternates=True, at_once=(0,)).choice(engine, m))
+    ahead = [sum(begin <= now for begin in run.begins[1]) for now in run.begins[0]]
+    assert all(number - begun <= 2 for number, begun in enumerate(ahead))
+    assert ahead[-1] > 0  # else the order of the others would not tell
+
+
 def test_limits_are_lowered_where_memory_is_short():
     """The same allocation has room for fewer micro-batches in flight: another order, not another plan."""
     made = blocks(14, stash=10)

@@ -167,4 +167,4 @@ def test_a_search_that_is_stopped_ends():
     assert search.found == before
     made, placement = search.problem, search.leaders()[0]
     many = ManyCuts(made, step_engine(made, placement), ran(made, placement, search.found[placement].rule))
-    assert group._walk(many, np.array(placement.cuts), 10**9, 0.01) is None  # would take days
+    assert group._walk(many, placement, 10**9, 0.01) is None  # would take days

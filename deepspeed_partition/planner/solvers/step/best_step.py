@@ -31,6 +31,7 @@ from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern
 from deepspeed_partition.planner.solvers.step.annealing import Annealing
 from deepspeed_partition.planner.solvers.step.group_search import GroupSearch
 from deepspeed_partition.planner.solvers.step.interleaved_search import InterleavedSearch
+from deepspeed_partition.planner.solvers.step.many_ways import WaysOfStages
 from deepspeed_partition.planner.solvers.step.orders import DepthRule
 from deepspeed_partition.planner.solvers.step.partly_recomputing import PartlyRecomputing
 from deepspeed_partition.planner.solvers.step.recomputing_step import (
@@ -161,15 +162,16 @@ def _walk_and_polish(problem: Problem, search: StepSearch) -> None:
         problem: the problem of the deadline.
         search: a search that has ended, without recomputation but for what its allocations say.
     """
+    ways = None if problem.recomputation is None or not lacks_room(problem, search) else WaysOfStages(problem)
     if not search.problem.flushes and not problem.deadline.passed():
         search.deadline = problem.deadline.part(GROUP_SHARE)
-        GroupSearch(search).run(lambda: step_lower_bound(search.problem, contiguous=False))
+        GroupSearch(search, ways).run(lambda: step_lower_bound(search.problem, contiguous=False))
         search.deadline = problem.deadline.part(WALK_SHARE)
         Annealing(search).run(lambda: step_lower_bound(search.problem, contiguous=False))
     search.deadline = problem.deadline.part(SEARCH_SHARE)
     search.polish()
     for _ in range(NUM_POLISHED_AGAIN):
-        if search.problem.flushes or not GroupSearch(search).move_boundaries():
+        if search.problem.flushes or not GroupSearch(search, ways).move_boundaries():
             break
         search.polish()
 

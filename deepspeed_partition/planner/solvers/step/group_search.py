@@ -11,6 +11,7 @@ are tried, and in each of them many boundaries at once (``many_cuts.py``):
 3. Of the best of these, the size of the group and the limits are changed, and boundaries follow.
 
 Boundaries move by a random walk of many partitions side by side, which ends where the real step is simulated.
+Where memory is short and layers may be recomputed, so does what each stage recomputes (``many_ways.py``).
 
 Method: own; simulated annealing (S. Kirkpatrick, C. Gelatt and M. Vecchi, 1983). Cost: ``MOST_EVENTS`` operations
 and transfers on vectors, some seconds; less where steps are short.
@@ -19,18 +20,21 @@ and transfers on vectors, some seconds; less where steps are short.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
-from math import log
+from dataclasses import replace
+from itertools import islice, pairwise
+from math import inf, log
 from random import Random
 
 import numpy as np
 
 from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.solvers.step.annealing import FEWEST_LAYERS, LITTLE_IS_LEFT
-from deepspeed_partition.planner.solvers.step.many_cuts import Integers, ManyCuts
+from deepspeed_partition.planner.solvers.step.fewest_recomputed import FewestRecomputed, rows_of
+from deepspeed_partition.planner.solvers.step.many_cuts import ManyCuts
+from deepspeed_partition.planner.solvers.step.many_ways import ManyWays, WaysOfStages
 from deepspeed_partition.planner.solvers.step.orders import GroupRule, Rule
 from deepspeed_partition.planner.solvers.step.step_search import Outcome, StepSearch, step_engine
-from deepspeed_partition.planner.solvers.step.step_simulator import WaitInCircleError
+from deepspeed_partition.planner.solvers.step.step_simulator import StepEngine, StepRun, WaitInCircleError
 
 MOST_EVENTS = 3_000_000
 """Most operations and transfers on vectors."""
@@ -45,6 +49,8 @@ NUM_MOVES_ALONE = 100
 """Number of moves of a walk under an order that stays as it is."""
 TEMPERATURE, TEMPERATURE_AFTER = 0.01, 0.003
 """Ticks by which a step may become longer at first, in the mean, over those of the step."""
+EVENTS_OF_STAGE = 1000
+"""Operations and transfers that take as long as what the ways to recompute a stage take, where it is met first."""
 MOST_TURNS = 4
 """Most stages of a device."""
 SLOPES = (2, 3, 5)
@@ -59,11 +65,16 @@ SEED = 2021
 
 
 class GroupSearch:
-    """Search for one problem; what it finds is remembered by ``search``."""
+    """Search for one problem; what it finds is remembered by ``search``.
 
-    def __init__(self, search: StepSearch) -> None:
+    Args:
+        ways: ways to recompute stages; None: nothing is recomputed.
+    """
+
+    def __init__(self, search: StepSearch, ways: WaysOfStages | None = None) -> None:
         assert not search.problem.flushes
         self.search, self.problem, self.m = search, search.problem, search.num_micro_batches
+        self.ways = ways
         self.random, self.draws = Random(SEED), np.random.default_rng(SEED)
         of_step = 8 * self.problem.platform.num_devices * self.m
         self.events_left = min(MOST_EVENTS, MOST_STEPS * of_step)
@@ -91,6 +102,12 @@ class GroupSearch:
             kind = len(placement.devices), rule.group
             if kind not in found or ticks < found[kind][0]:
                 found[kind] = ticks, better, rule
+        for placement in self._leaders():
+            known = search.found[placement]
+            if isinstance(known.rule, GroupRule):
+                kind = len(placement.devices), known.rule.group
+                if kind not in found or known.estimate < found[kind][0]:
+                    found[kind] = known.estimate, placement, known.rule
         best = sorted(found.values(), key=lambda each: each[0])[:NUM_CHANGED]
         for number, (ticks, placement, rule) in enumerate(best):
             self._change(ticks, placement, rule, self.events_left * (len(best) - number - 1) / len(best))
@@ -102,11 +119,19 @@ class GroupSearch:
             return False
         search.start_again()
         before = search.best
-        leaders = [each for each in search.leaders() if len(each.devices) > 1 and not each.recomputed]
-        for placement in leaders[:NUM_LEADERS]:
+        for placement in self._leaders():
             if not search.ended():
                 self._improve(placement, search.found[placement].rule, NUM_MOVES_ALONE, TEMPERATURE_AFTER)
         return search.best < before
+
+    def _leaders(self) -> list[Placement]:
+        """Return the best allocations whose boundaries can be moved."""
+        leaders = (
+            each
+            for each in self.search.leaders()
+            if len(each.devices) > 1 and (self.ways is not None or not each.recomputed)
+        )
+        return list(islice(leaders, NUM_LEADERS))
 
     def _orders(self) -> Iterator[tuple[Placement, GroupRule]]:
         """Yield allocations in turns, with stages that take equally long, and orders by groups."""
@@ -154,57 +179,71 @@ class GroupSearch:
         else:
             place = self.random.randrange(len(limits))
             limits[place] = max(1, limits[place] + self.random.choice((1, 2)) * change)
-        return GroupRule(group, tuple(limits), alternates)
+        return replace(rule, group=group, limits=tuple(limits), alternates=alternates)
 
     def _improve(
         self, placement: Placement, rule: Rule, num_moves: int, temperature: float
     ) -> tuple[float, Placement]:
         """Move boundaries under a rule; return the ticks of the better step, infinite where none fits."""
         search = self.search
+        if self.ways is not None and not placement.recomputed:
+            placement = self._recomputed(self.ways, placement, rule)
         engine = step_engine(self.problem, placement)
-        try:
-            run = engine.run(self.m, rule.choice(engine, self.m))
-        except WaitInCircleError:  # a limit below what the order needs
-            return float("inf"), placement
-        assert run is not None
-        best, better = float("inf"), placement
+        run = self._run(engine, rule)
+        if run is None:
+            return inf, placement
+        best, better = inf, placement
         if max(engine.peaks(run)) <= self.problem.platform.memory_bytes:
             best = run.ticks
-        many = ManyCuts(self.problem, engine, run)
+        num_met = 0 if self.ways is None else self.ways.num_met
+        many = ManyCuts(self.problem, engine, run) if self.ways is None else ManyWays(self.ways, engine, run)
+        moved = self._walk(many, placement, num_moves, temperature)
         self.events_left -= num_moves * len(many.events)
-        cuts = self._walk(many, np.array(placement.cuts), num_moves, temperature)
-        if cuts is not None and cuts != placement.cuts:
-            moved = Placement(cuts, placement.devices)
-            if search.run(moved, rule, best) is Outcome.FITS:
-                best, better = search.found[moved].estimate, moved
+        if self.ways is not None:
+            self.events_left -= EVENTS_OF_STAGE * (self.ways.num_met - num_met)
+        if moved is not None and search.run(moved, rule, inf if moved == placement else best) is Outcome.FITS:
+            best, better = search.found[moved].estimate, moved
         return best, better
 
-    def _walk(self, many: ManyCuts, start: Integers, num_moves: int, temperature: float) -> tuple[int, ...] | None:
+    def _run(self, engine: StepEngine, rule: Rule) -> StepRun | None:
+        """Return the step under a rule; None where a limit is below what the order needs."""
+        try:
+            run = engine.run(self.m, rule.choice(engine, self.m))
+        except WaitInCircleError:
+            return None
+        assert run is not None
+        return run
+
+    def _recomputed(self, ways: WaysOfStages, placement: Placement, rule: Rule) -> Placement:
+        """Return an allocation with what an order makes it recompute; with all, where no choice fits."""
+        engine = step_engine(self.problem, placement)
+        run = self._run(engine, rule)
+        if run is None:
+            return placement
+        rows = [rows_of(engine, place, tuple(order)) for place, order in enumerate(run.orders)]
+        chosen = FewestRecomputed(ways.problem).choose(placement, engine, rows, [0] * engine.num_devices)
+        if chosen is None:
+            chosen = placement.recomputing(tuple(ways.blocks_of(stage)[-1] for stage, _ in placement.stages))
+        return chosen
+
+    def _walk(self, many: ManyCuts, start: Placement, num_moves: int, temperature: float) -> Placement | None:
         """Move boundaries of many partitions at once; return the best that are met, None where none fits."""
-        rows, num_stages = np.arange(NUM_SIDE_BY_SIDE), len(start) - 1
-        cuts = np.tile(start, (NUM_SIDE_BY_SIDE, 1))
+        first = many.state(start)
+        states = np.tile(first, (NUM_SIDE_BY_SIDE, 1))
         far = np.iinfo(np.int64).max
-        ticks = np.where(many.fit(cuts), many.ticks(cuts), far).astype(float)
-        scale = temperature * float(many.ticks(start[None])[0])
+        ticks = np.where(many.fit(states), many.ticks(states), far).astype(float)
+        scale = temperature * float(many.ticks(first[None])[0])
         best, found = float(far), None
-        longest = max(1, int(start[-1]) // (2 * num_stages))
         for move in range(num_moves):
             if self.search.out_of_time():  # a move takes up to 50 ms
                 break
-            proposed = cuts.copy()
-            distance = np.exp(self.draws.random(NUM_SIDE_BY_SIDE) * np.log(longest + 1)).astype(np.int64)
-            for share in (1.0, 0.4):  # one boundary always, another one now and then
-                some = rows[self.draws.random(NUM_SIDE_BY_SIDE) < share]
-                which = self.draws.integers(1, num_stages, len(some))
-                proposed[some, which] += distance[some] * self.draws.choice([-1, 1], len(some))
-            rising = (np.diff(proposed, axis=1) > 0).all(axis=1)
-            proposed[~rising] = cuts[~rising]
+            proposed, are_allocations = many.moved(states, self.draws)
             proposed_ticks = np.where(many.fit(proposed), many.ticks(proposed), far)
             left = 1 - move / num_moves
             slack = -scale * left**2 * np.log(1 - self.draws.random(NUM_SIDE_BY_SIDE))
-            taken = rising & (proposed_ticks < ticks + slack)
-            cuts[taken], ticks[taken] = proposed[taken], proposed_ticks[taken]
+            taken = are_allocations & (proposed_ticks < ticks + slack)
+            states[taken], ticks[taken] = proposed[taken], proposed_ticks[taken]
             least = int(ticks.argmin())
             if ticks[least] < best:
-                best, found = float(ticks[least]), tuple(int(cut) for cut in cuts[least])
-        return found
+                best, found = float(ticks[least]), states[least].copy()
+        return None if found is None else many.placement(found)

@@ -6,6 +6,9 @@
 3. Layers are moved between the stages of the best, as long as that shortens their step under the order that suits
    them best.
 
+Where a first or a last stage shares its device, an embedding or a head, orders are tried in which it runs at once
+and those of the other stages go by groups as if it were not there.
+
 An order that needs too much memory is tried with fewer micro-batches in flight, by bisection.
 
 Method: local search with a simulation (``step_search.py``); the orders are those of Megatron-LM (D. Narayanan et
@@ -16,13 +19,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from math import inf
 
 import numpy as np
 
 from deepspeed_partition.planner.allocation import Placement
-from deepspeed_partition.planner.solvers.step.interleaving import balanced, interleaved, moved_layers
+from deepspeed_partition.planner.solvers.step.interleaving import (
+    balanced,
+    interleaved,
+    moved_layers,
+    short_ends,
+)
 from deepspeed_partition.planner.solvers.step.order_times import look_at
 from deepspeed_partition.planner.solvers.step.orders import (
     GroupRule,
@@ -51,6 +60,8 @@ SHARE_OF_LOOKS = 0.25
 """Most time for a first look at all allocations, as a share of that for the whole search."""
 MOST_OPERATIONS_LOOKED_AT = 4_000_000
 """Number of operations up to which allocations are compared before any is simulated: a second or two."""
+MORE_AT_ONCE = (1, 2)
+"""Forwards beyond Megatron-LM's limits where a head runs at once on another device."""
 NUM_STEPS = 8
 """Number of limits between the least and the wanted one among which bisection looks for what has room."""
 
@@ -190,6 +201,9 @@ class InterleavedSearch:
             self.attempt(placement, self.m, alternates=True)
         if not search.out_of_time():
             self.attempt(placement, min(num_devices, self.m), alternates=False)
+        if short_ends(self.problem, placement) and not search.out_of_time():
+            for more in MORE_AT_ONCE:
+                self._attempt_at_once(placement, min(num_devices, self.m), more)
         if placement in search.found and not search.out_of_time():
             search.attempt(placement, "furthest", tuple(search.engine(placement).most_in_flight))
 
@@ -226,7 +240,7 @@ class InterleavedSearch:
                 if search.ended():
                     return
                 shortest = search.found[placement].estimate
-                changed = GroupRule(rule.group, limits, rule.alternates)
+                changed = replace(rule, limits=limits)
                 if search.run(placement, changed, shortest) is Outcome.FITS:
                     better = True
                     break
@@ -238,27 +252,45 @@ class InterleavedSearch:
             known: limit what is in flight as Megatron-LM does; False: as far as devices would wait.
         """
         search = self.search
-        least = tuple(
-            (placement.devices.count(place) - 1) * group + 1 for place in range(max(placement.devices) + 1)
-        )
         if known:
             limits = megatron_limits(placement.devices, group)
         else:
             engine = search.engine(placement)
-            every = GroupRule(group, (len(engine.ticks) * self.m,) * len(least), alternates=False)
+            num_devices = max(placement.devices) + 1
+            every = GroupRule(group, (len(engine.ticks) * self.m,) * num_devices, alternates=False)
             search.operations_left -= len(engine.ticks) * self.m
             run = engine.run(self.m, every.choice(engine, self.m))
             assert run is not None
             limits = natural_limits(engine, run.orders)
-        if self._run(placement, GroupRule(group, limits, alternates)) is not Outcome.TOO_LARGE:
+        self._run_or_less(placement, GroupRule(group, limits, alternates), placement.devices)
+
+    def _attempt_at_once(self, placement: Placement, group: int, more: int) -> None:
+        """Try groups of a size among the stages between ends that run at once.
+
+        Args:
+            more: forwards beyond Megatron-LM's limits, in which the head of a micro-batch runs.
+        """
+        ends = short_ends(self.problem, placement)
+        inner = [device for stage, device in enumerate(placement.devices) if stage not in ends]
+        limits = tuple(limit + more for limit in megatron_limits(inner, group))
+        self._run_or_less(placement, GroupRule(group, limits, alternates=True, at_once=ends), inner)
+
+    def _run_or_less(self, placement: Placement, rule: GroupRule, devices: Sequence[int]) -> None:
+        """Simulate a rule; where it has no room, the same with lower limits, by bisection.
+
+        Args:
+            devices: of the stages that take turns.
+        """
+        least = tuple((devices.count(place) - 1) * rule.group + 1 for place in range(len(rule.limits)))
+        if self._run(placement, rule) is not Outcome.TOO_LARGE:
             return
         fits, too_large = -1, NUM_STEPS
-        while too_large - fits > 1 and not search.ended():
+        while too_large - fits > 1 and not self.search.ended():
             part = (fits + too_large) // 2
             some = tuple(
-                low + max(0, high - low) * part // NUM_STEPS for low, high in zip(least, limits, strict=True)
+                low + max(0, high - low) * part // NUM_STEPS for low, high in zip(least, rule.limits, strict=True)
             )
-            if self._run(placement, GroupRule(group, some, alternates)) is Outcome.TOO_LARGE:
+            if self._run(placement, replace(rule, limits=some)) is Outcome.TOO_LARGE:
                 too_large = part
             else:
                 fits = part

@@ -5,11 +5,14 @@ Patterns of devices, for v stages per device:
     round robin       0 1 2 3 0 1 2 3        Megatron-LM (D. Narayanan et al., 2021, section 2.2)
     there and back    0 1 2 3 3 2 1 0        zero-bubble's V (P. Qi et al., 2023); repeated, the waves of Hanayo
                                              (Z. Liu et al., 2023)
-    and one more      0 1 2 3 0 1 2 3 0      the last layers go back to the first device
+    and one more      0 1 2 3 0 1 2 3 0      the last layers go back to one of the other devices
+    and two more      3 0 1 2 3 0 1 2 3 0    the first layer, too, is a stage of its own
 
 Cuts give each stage as many layers, or time in the proportions of a few sequences of rounds; ``balanced`` then
 moves layers from the busiest device. The last device begins last and ends first, so a head there makes the step
-longer by m times its ticks; on the first device it takes the time in which the others wait for fill and drain.
+longer by m times its ticks; on the first device it takes the time in which the others wait for fill and drain. The
+weights of an embedding and of a head are large: where one device has no room for both and for what it has in
+flight, an embedding goes to another one.
 
 Method: enumeration, and hill climbing on the busiest device's time; an addition to the papers. Cost: O(S^2)
 for each move of a layer between two of S stages, and at most ``MOST_MOVES`` moves.
@@ -28,6 +31,8 @@ from deepspeed_partition.planner.solvers.interface import Problem
 MOST_STAGES_PER_DEVICE = 8
 MOST_MOVES = 32
 """Most moves of a layer with which an allocation is balanced."""
+SHORT_END = 0.8
+"""Ticks of a first or a last stage, over the mean of all stages, up to which it may run at once."""
 MOST_STAGES_BALANCED = 64
 """Number of stages up to which cuts are balanced by moves."""
 
@@ -53,10 +58,10 @@ def interleaved(problem: Problem, ended: Callable[[], bool] = lambda: False) -> 
                     seen.add(placement)
                     yield placement
     for per_device in range(1, MOST_STAGES_PER_DEVICE + 1):
-        for cuts in _cuts_with_one_more(problem, per_device):
+        for cuts, devices in _with_ends(problem, per_device):
             if ended():
                 return
-            placement = Placement.of(cuts, [*list(range(num_devices)) * per_device, 0])
+            placement = Placement.of(cuts, devices)
             if placement not in seen:
                 seen.add(placement)
                 yield placement
@@ -75,6 +80,18 @@ def balanced(problem: Problem, placement: Placement, ended: Callable[[], bool] =
             break
         placement = Placement(cuts, placement.devices)
     return placement
+
+
+def short_ends(problem: Problem, placement: Placement) -> tuple[int, ...]:
+    """Return the first and the last stage, as far as they are short and their devices have other stages."""
+    devices, compute = placement.devices, problem.times.compute
+    longest = SHORT_END * int(compute[-1]) / len(devices)
+    return tuple(
+        stage
+        for stage in (0, len(devices) - 1)
+        if devices[stage] in devices[1:-1]
+        and int(compute[placement.cuts[stage + 1]] - compute[placement.cuts[stage]]) <= longest
+    )
 
 
 def _best_move(ticks: Sequence[int], placement: Placement) -> tuple[int, ...] | None:
@@ -150,6 +167,19 @@ def _cuts_in_a_row(size: int, num_stages: int) -> Iterator[tuple[int, ...]]:
     for each in dict.fromkeys((tuple(sizes), tuple(reversed(sizes)))):
         cuts = [0, *accumulate(each)]
         yield (0, *(cut + ends for cut in cuts[1:-1]), size)
+
+
+def _with_ends(problem: Problem, per_device: int) -> Iterator[tuple[tuple[int, ...], list[int]]]:
+    """Yield cuts and devices of ``per_device`` rounds, one more stage, and one before them or none."""
+    size, num_devices = problem.chain.num_layers, problem.platform.num_devices
+    rounds = list(range(num_devices)) * per_device
+    for cuts in _cuts_with_one_more(problem, per_device):
+        for last in range(num_devices):
+            if last < num_devices - 1:
+                yield cuts, [*rounds, last]
+            if cuts[1] > 1 and cuts[-2] == size - 1:
+                for first in dict.fromkeys((num_devices - 1, last)):
+                    yield (0, 1, *cuts[1:]), [first, *rounds, last]
 
 
 def _cuts_with_one_more(problem: Problem, per_device: int) -> Iterator[tuple[int, ...]]:

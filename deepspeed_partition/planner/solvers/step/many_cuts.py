@@ -19,6 +19,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.solvers.interface import Problem
 from deepspeed_partition.planner.solvers.step.step_simulator import StepEngine, StepRun
 
@@ -36,7 +37,7 @@ class ManyCuts:
 
     def __init__(self, problem: Problem, engine: StepEngine, run: StepRun) -> None:
         self.problem, self.engine = problem, engine
-        num_stages = engine.num_stages
+        self.num_stages = num_stages = engine.num_stages
         self.devices = tuple(engine.device[:num_stages])
         self.events = _events(engine, run)
         """Operations and the transfers after them, as 2 x position and 2 x position + 1, as they begin."""
@@ -55,11 +56,38 @@ class ManyCuts:
             for order, mine in zip(run.orders, engine.stages_of, strict=True)
         ]
 
-    def ticks(self, cuts: Integers) -> Integers:
-        """Return the ticks of the steps; cuts: (K, S + 1)."""
+    def state(self, placement: Placement) -> Integers:
+        """Return an allocation as a row."""
+        return np.array(placement.cuts)
+
+    def placement(self, state: Integers) -> Placement:
+        """Return the allocation of a row."""
+        return Placement(tuple(state.tolist()), self.devices)
+
+    def moved(self, states: Integers, draws: np.random.Generator) -> tuple[Integers, NDArray[np.bool_]]:
+        """Return states of which one boundary is moved, or two are, and whether they are allocations."""
+        count, num_stages = len(states), self.num_stages
+        moved, rows = states.copy(), np.arange(count)
+        longest = max(1, int(states[0, -1]) // (2 * num_stages))
+        distance = np.exp(draws.random(count) * np.log(longest + 1)).astype(np.int64)
+        for share in (1.0, 0.4):  # one boundary always, another one now and then
+            some = rows[draws.random(count) < share]
+            which = draws.integers(1, num_stages, len(some))
+            moved[some, which] += distance[some] * draws.choice([-1, 1], len(some))
+        rising: NDArray[np.bool_] = np.all(np.diff(moved, axis=1) > 0, axis=1)
+        moved[~rising] = states[~rising]
+        return moved, rising
+
+    def ticks(self, states: Integers) -> Integers:
+        """Return the ticks of the steps of K states."""
+        return self.ticks_of(states, np.zeros((len(states), self.num_stages), dtype=np.int64))
+
+    def ticks_of(self, cuts: Integers, extra: Integers) -> Integers:
+        """Return the ticks of steps; cuts: (K, S + 1); extra: by which backwards are longer, (K, S)."""
         engine, count = self.engine, len(cuts)
         num_stages, size = engine.num_stages, len(engine.ticks)
-        forward, backward = np.diff(self.forward[cuts], axis=1).T, np.diff(self.backward[cuts], axis=1).T
+        forward = np.diff(self.forward[cuts], axis=1).T
+        backward = (np.diff(self.backward[cuts], axis=1) + extra).T
         beside = np.full((num_stages, count), self.problem.times.operation, dtype=np.int64)
         inner = np.where(self.crosses, self.copies[cuts[:, 1:-1]], 0).T
         beside[:-1] += inner
@@ -96,21 +124,22 @@ class ManyCuts:
             ends[position].append(now.copy())
         return _last(engine, ends)
 
-    def fit(self, cuts: Integers) -> NDArray[np.bool_]:
-        """Return whether the orders have room, as far as they alone say; cuts: (K, S + 1)."""
-        stash, buffers = (
-            np.diff(self.stash[cuts], axis=1),
-            self.problem.platform.comm_buffers * self.crossing[cuts],
-        )
-        buffers[:, 1:-1] *= self.crosses
-        weights = self.weights[cuts[:, :-1], cuts[:, 1:]]
-        needed = weights + buffers[:, :-1] + buffers[:, 1:]
-        fits = np.ones(len(cuts), dtype=np.bool_)
+    def fit(self, states: Integers) -> NDArray[np.bool_]:
+        """Return whether the orders have room, as far as they alone say, for each of K states."""
+        stash, needed = np.diff(self.stash[states], axis=1), self._needed(states)
+        fits = np.ones(len(states), dtype=np.bool_)
         for place, most in enumerate(self.in_flight):
             mine = [stage for stage, device in enumerate(self.devices) if device == place]
             bytes_of = needed[:, mine].sum(axis=1) + (stash[:, mine] @ most.T).max(axis=1)
             fits &= bytes_of <= self.room
         return fits
+
+    def _needed(self, cuts: Integers) -> Integers:
+        """Return the bytes of each stage for weights without gradients, and for buffers; (K, S)."""
+        buffers = self.problem.platform.comm_buffers * self.crossing[cuts]
+        buffers[:, 1:-1] *= self.crosses
+        needed: Integers = self.weights[cuts[:, :-1], cuts[:, 1:]] + buffers[:, :-1] + buffers[:, 1:]
+        return needed
 
 
 def _events(engine: StepEngine, run: StepRun) -> list[int]:

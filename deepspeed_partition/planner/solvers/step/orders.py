@@ -8,7 +8,8 @@ A rule is a value that says, for any number of micro-batches, what a free device
   through its first stage, then through its second one, and so on, and back likewise. Groups of as many as there
   are devices are Megatron-LM's order (D. Narayanan et al., "Efficient large-scale language model training on GPU
   clusters using Megatron-LM", 2021, section 2.2); one group of all is breadth-first pipeline parallelism
-  (J. Lamy-Poirier, 2022); groups of one are depth first;
+  (J. Lamy-Poirier, 2022); groups of one are depth first. A first or a last stage that shares its device, an
+  embedding or a head, may take no turn but run at once;
 - ``PatternRule``: the order of a periodic pattern (MadPipe paper, section 4.3);
 - ``FixedRule``: orders that were found, operation by operation.
 """
@@ -29,6 +30,9 @@ from deepspeed_partition.planner.solvers.step.step_simulator import (
     in_order,
     one_f_one_b,
 )
+
+FIRST_AHEAD = 2
+"""Micro-batches that a first stage that runs at once may be ahead of the second one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +68,29 @@ class GroupRule:
     alternates: bool
     """True: after ``limit - 1`` forwards a forward and a backward take turns, as in Megatron-LM; False: a backward
     begins whenever it can, else a forward."""
+    at_once: tuple[int, ...] = ()
+    """The first or the last stage, or both, where they run as soon as they can and count for no limit."""
 
     def choice(self, engine: StepEngine, num_micro_batches: int) -> Choice:
         if self.alternates:
-            return in_order(self.orders(engine, num_micro_batches))
-        return _backward_first(self.sequences(engine, num_micro_batches), self.limits)
+            choice = in_order(self.orders(engine, num_micro_batches))
+        else:
+            choice = _backward_first(self.sequences(engine, num_micro_batches), self.limits)
+        return _at_once(engine, self.at_once, choice) if self.at_once else choice
 
     def orders(self, engine: StepEngine, num_micro_batches: int) -> tuple[Positions, ...]:
-        """Return what each device does, where forwards and backwards take turns."""
+        """Return what each device does, where forwards and backwards take turns; without what runs at once."""
         every = self.sequences(engine, num_micro_batches)
         return tuple(_alternating(*each, limit) for each, limit in zip(every, self.limits, strict=True))
 
     def sequences(self, engine: StepEngine, num_micro_batches: int) -> list[tuple[Positions, Positions]]:
-        """Return the forwards and the backwards of each device, each in its order."""
-        return [_sequences(engine, place, self.group, num_micro_batches) for place in range(engine.num_devices)]
+        """Return the forwards and the backwards of each device in turn, each in its order."""
+        return [
+            _sequences(
+                engine, [stage for stage in stages if stage not in self.at_once], self.group, num_micro_batches
+            )
+            for stages in engine.stages_of
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +132,7 @@ def fixed_orders(rule: Rule, engine: StepEngine, num_micro_batches: int) -> tupl
     """Return what each device does where a rule says so beforehand; None where it chooses among what has come."""
     if isinstance(rule, FixedRule):
         return rule.orders
-    if isinstance(rule, GroupRule) and rule.alternates:
+    if isinstance(rule, GroupRule) and rule.alternates and not rule.at_once:
         return rule.orders(engine, num_micro_batches)
     if isinstance(rule, DepthRule) and rule.name == "1F1B":
         return rule.orders(engine, num_micro_batches)
@@ -136,17 +149,43 @@ def natural_limits(engine: StepEngine, orders: Sequence[Sequence[int]]) -> tuple
 
 
 def megatron_limits(devices: Sequence[int], group: int) -> tuple[int, ...]:
-    """Return the limits of Megatron-LM's interleaved 1F1B: 2 (P - d - 1) + (v - 1) P forwards, and one more."""
+    """Return the limits of Megatron-LM's interleaved 1F1B: 2 (P - d - 1) + (v - 1) P forwards, and one more.
+
+    Args:
+        devices: of the stages that take turns; d is the turn in which a device comes first.
+    """
     num_devices = max(devices) + 1
+    turn = {place: number for number, place in enumerate(dict.fromkeys(devices))}
     return tuple(
-        2 * (num_devices - place - 1) + (devices.count(place) - 1) * group + 1 for place in range(num_devices)
+        2 * (num_devices - turn[place] - 1) + (devices.count(place) - 1) * group + 1
+        for place in range(num_devices)
     )
 
 
-def _sequences(engine: StepEngine, place: int, group: int, num_micro_batches: int) -> tuple[Positions, Positions]:
-    """Return the forwards and the backwards of a device, each in its order."""
+def _at_once(engine: StepEngine, stages: Sequence[int], others: Choice) -> Choice:
+    """Return the choice by which some stages run as soon as they can, backwards first; else as another one says.
+
+    Forwards of the first stage wait for those of the second one, or else all of them would run before any.
+    """
+    last = len(engine.ticks) - 1
+    of_device: list[list[int]] = [[] for _ in range(engine.num_devices)]
+    for stage in stages:
+        of_device[engine.device[stage]] += [last - stage, stage]
+
+    def choose(device: int, arrived: list[int], begun: list[int]) -> int:
+        for position in of_device[device]:
+            if begun[position] < arrived[position] and (position or begun[0] - begun[1] < FIRST_AHEAD):
+                return position
+        return others(device, arrived, begun)
+
+    return choose
+
+
+def _sequences(
+    engine: StepEngine, stages: Sequence[int], group: int, num_micro_batches: int
+) -> tuple[Positions, Positions]:
+    """Return the forwards and the backwards of some stages of a device, each in its order."""
     size = len(engine.ticks)
-    stages = [stage for stage in range(engine.num_stages) if engine.device[stage] == place]
     down: list[int] = []
     up: list[int] = []
     for first in range(0, num_micro_batches, group):

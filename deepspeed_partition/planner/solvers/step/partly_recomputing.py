@@ -11,7 +11,8 @@ Method: local search with a simulation (``step_search.py``); not in the papers. 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from heapq import nsmallest
 from itertools import islice, takewhile
 from math import inf
@@ -23,15 +24,24 @@ from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES
 from deepspeed_partition.planner.solvers.interface import Problem
 from deepspeed_partition.planner.solvers.step.fewest_recomputed import FewestRecomputed, Rows, rows_of
 from deepspeed_partition.planner.solvers.step.interleaved_search import InterleavedSearch, changed_limits
-from deepspeed_partition.planner.solvers.step.interleaving import moved_layers
+from deepspeed_partition.planner.solvers.step.interleaving import moved_layers, short_ends
 from deepspeed_partition.planner.solvers.step.order_times import look_at
-from deepspeed_partition.planner.solvers.step.orders import GroupRule, megatron_limits
+from deepspeed_partition.planner.solvers.step.orders import (
+    GroupRule,
+    fixed_orders,
+    megatron_limits,
+)
 from deepspeed_partition.planner.solvers.step.step_search import (
     Outcome,
     StepSearch,
     step_engine,
 )
-from deepspeed_partition.planner.solvers.step.step_simulator import StepEngine, in_order
+from deepspeed_partition.planner.solvers.step.step_simulator import (
+    Positions,
+    StepEngine,
+    WaitInCircleError,
+    in_order,
+)
 from deepspeed_partition.planner.solvers.uniform_recomputation import extra_ticks
 
 NUM_FOUND, NUM_PROMISING, NUM_TRIED_MORE, NUM_CENTRES, NUM_NEIGHBOURS = 8, 16, 4, 4, 40
@@ -101,16 +111,18 @@ class PartlyRecomputing:
         """Try groups of a size with several limits on what is in flight."""
         if group == self.m < self.search.num_micro_batches:
             return  # the beginning of a step does not tell the end of its one group
-        limits = megatron_limits(placement.devices, group)
-        least = [(placement.devices.count(place) - 1) * group + 1 for place in range(max(placement.devices) + 1)]
-        every = (
-            tuple(low + max(0, round((high - low) * share)) for low, high in zip(least, limits, strict=True))
-            for share in SHARES
-        )
-        for some in dict.fromkeys(every):
-            if self.search.ended():
-                return
-            self._attempt(placement, GroupRule(group, some, alternates=True))
+        for ends in dict.fromkeys(((), short_ends(self.problem, placement))):
+            in_turn = [device for stage, device in enumerate(placement.devices) if stage not in ends]
+            limits = megatron_limits(in_turn, group)
+            least = [(in_turn.count(place) - 1) * group + 1 for place in range(len(limits))]
+            every = (
+                tuple(low + max(0, round((high - low) * share)) for low, high in zip(least, limits, strict=True))
+                for share in SHARES
+            )
+            for some in dict.fromkeys(every):
+                if self.search.ended():
+                    return
+                self._attempt(placement, GroupRule(group, some, alternates=True, at_once=ends))
 
     def _attempt(self, placement: Placement, rule: GroupRule, shorter_than: float | None = None) -> bool:
         """Try an order with as little recomputation as it needs; return whether it is shorter than asked for.
@@ -124,8 +136,10 @@ class PartlyRecomputing:
         if plain.bound(search.num_micro_batches) >= limit:
             return False
         key = placement.devices, rule
-        orders = rule.orders(plain, search.num_micro_batches)
         if key not in self.rows:
+            orders = self._orders(plain, rule)
+            if orders is None:
+                return False
             self.rows[key] = [rows_of(plain, *each) for each in enumerate(orders)]
         search.operations_left -= len(plain.ticks) * self.m
         margin = [0] * plain.num_devices
@@ -150,11 +164,25 @@ class PartlyRecomputing:
         return outcome is Outcome.FITS
 
     def _peaks(self, engine: StepEngine, rule: GroupRule) -> list[int]:
-        orders = rule.orders(engine, self.m)
         self.search.operations_left -= len(engine.ticks) * self.m
+        orders = self._orders(engine, rule)
+        assert orders is not None
         run = look_at(engine, orders, self.m).run or engine.run(self.m, in_order(orders))
         assert run is not None
         return engine.peaks(run)
+
+    def _orders(self, engine: StepEngine, rule: GroupRule) -> Sequence[Positions] | None:
+        """Return what each device does; None where devices wait in a circle."""
+        orders = fixed_orders(rule, engine, self.m)
+        if orders is not None:
+            return orders
+        self.search.operations_left -= len(engine.ticks) * self.m
+        try:
+            run = engine.run(self.m, rule.choice(engine, self.m))
+        except WaitInCircleError:
+            return None
+        assert run is not None
+        return [tuple(order) for order in run.orders]
 
     def _engine(self, placement: Placement) -> StepEngine:
         if placement not in self.engines:
@@ -184,7 +212,7 @@ class PartlyRecomputing:
         """
         _, rule, chosen = self.best_of[placement]
         for limits in changed_limits(rule.limits):
-            yield placement, GroupRule(rule.group, limits, alternates=True)
+            yield placement, replace(rule, limits=limits)
         compute, devices = self.problem.times.compute, np.array(placement.devices)
         extra = np.bincount(devices, extra_ticks(self.problem.times, chosen))
         loads = []
