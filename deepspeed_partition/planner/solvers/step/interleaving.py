@@ -31,6 +31,8 @@ from deepspeed_partition.planner.solvers.interface import Problem
 MOST_STAGES_PER_DEVICE = 8
 MOST_MOVES = 32
 """Most moves of a layer with which an allocation is balanced."""
+MOST_HEADS = 4
+"""Number of first devices to one of which the last layers go back; later ones wait for longer."""
 SHORT_END = 0.8
 """Ticks of a first or a last stage, over the mean of all stages, up to which it may run at once."""
 MOST_STAGES_BALANCED = 64
@@ -174,7 +176,7 @@ def _with_ends(problem: Problem, per_device: int) -> Iterator[tuple[tuple[int, .
     size, num_devices = problem.chain.num_layers, problem.platform.num_devices
     rounds = list(range(num_devices)) * per_device
     for cuts in _cuts_with_one_more(problem, per_device):
-        for last in range(num_devices):
+        for last in (*range(min(MOST_HEADS, num_devices - 1)), num_devices - 1):
             if last < num_devices - 1:
                 yield cuts, [*rounds, last]
             if cuts[1] > 1 and cuts[-2] == size - 1:
