@@ -70,7 +70,7 @@ from lightning_madpipe.steps.losses import (
 )
 from lightning_madpipe.steps.step_runs import draws_in_words
 from lightning_madpipe.steps.trials import try_batch
-from lightning_madpipe.steps.what_steps_leave import said
+from lightning_madpipe.steps.what_steps_leave import said, said_of_unlike_sizes
 
 LOSSES = ("auto", "mean", "batch")
 MOST_STEPS_BETWEEN = 128
@@ -130,6 +130,8 @@ class LossOfBatches:
     _draws_for_batch: bool = False
     """Whether steps draw from torch's generator once for a batch, so that its micro-batches draw alike."""
     _draws_for_samples: bool = False
+    _means: dict[str, None] = field(default_factory=dict)
+    """Metrics that are told a mean of each micro-batch."""
     _num_rests: int = 0
     """Trials for which a pipeline that never drains came to rest, beside the regular ones."""
     _told: set[str] = field(default_factory=set)
@@ -145,8 +147,14 @@ class LossOfBatches:
                 is_last = not self.engine.runs_lists or self._never_drains
                 self._try_where_needed(window, flushes, is_last=is_last)
             self._give_losses(window)
+        self._tell_of_means(window)
         self.engine.flushes = flushes if self.once else None
         self._watch()
+
+    def _tell_of_means(self, window: Sequence[BatchRun]) -> None:
+        for sizes in (run.sizes for run in window if self._means and not self.once):
+            if len(set(sizes)) > 1:
+                self._tell(said_of_unlike_sizes(list(self._means), sizes), key="means")
 
     def look_again(self, window: Sequence[BatchRun]) -> None:
         """Try the batches of a step that was given up for a sign of another loss. Collective over the job."""
@@ -396,6 +404,7 @@ class LossOfBatches:
                 return
         of = "the first" if self._num_steps == 1 else "a"
         for finding in findings:
+            self._means.update(dict.fromkeys(finding.means))
             if finding.traces:
                 self._tell(said(finding.traces), key="traces")
             self.log_rules.update(finding.log_rules)

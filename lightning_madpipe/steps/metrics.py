@@ -34,6 +34,20 @@ def metrics_of(module: nn.Module) -> dict[str, Metric]:
     return {name: child for name, child in outside_pipeline(module) if isinstance(child, Metric)}
 
 
+def metrics_in_containers(module: nn.Module) -> dict[str, Metric]:
+    """The metrics in dicts and lists of a LightningModule, by their names; these are sent to no other rank."""
+    found = {}
+    for path, owner in outside_pipeline(module):
+        for name, value in vars(owner).items():
+            # What torch keeps of modules stands there, too.
+            is_container = isinstance(value, dict | list | tuple) and not name.startswith("_")
+            items = value.items() if isinstance(value, dict) else enumerate(value) if is_container else ()
+            for key, child in items if is_container else ():
+                if isinstance(child, Metric):
+                    found[".".join(filter(None, (path, f"{name}[{key!r}]")))] = child
+    return found
+
+
 def gather_between_pipelines(module: nn.Module, gather: Callable[[Tensor], list[Tensor]]) -> Callable[[], None]:
     """Let the metrics of ``module`` gather their states with ``gather``.
 

@@ -25,6 +25,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torchmetrics import Metric, MetricCollection
 
 from deepspeed_partition.code_names import LIBRARIES, module_of
 from deepspeed_partition.engine.runtime.environment import warn_once
@@ -153,6 +154,9 @@ class Leftovers:
         """The attributes of each object, by its name, as they were when this began: numbers, texts and other
         values that nothing can change but by setting the attribute anew."""
         self._known = set(map(id, self.objects.values()))
+        self._metrics: list[tuple[dict[str, Any], dict[str, Seen]]] = []
+        """The attributes of metrics that stand in containers, and what they were."""
+        self._undoable = undoable
         self._note_opaque(memo, lambda _: True)
         self._look_beside(beside, undoable, may_be_undone)
         self._restore_caches = beside.caches_kept() if beside is not None and undoable else None
@@ -217,6 +221,13 @@ class Leftovers:
             own = set(map(id, self._module.modules()))
             found = [value for value in found if id(value) not in own]
         self._opaque += [(value, _held(value)) for value in found]
+        if self._undoable:
+            parts = [
+                part for value in found if isinstance(value, Metric | MetricCollection) for part in value.modules()
+            ]
+            self._metrics += [
+                (vars(part), {name: look(value, True, {}) for name, value in vars(part).items()}) for part in parts
+            ]
 
     def changes(self, is_looked_at: Callable[[Place, Any], bool] | None = None) -> list[Change]:
         """What is different now.
@@ -275,6 +286,10 @@ class Leftovers:
                 del table[change.place.name]
         if self._restore_caches is not None:
             self._restore_caches()
+        for attributes, before in self._metrics:
+            for seen in before.values():
+                restore(seen, set())
+            _fill(attributes, {name: seen.value for name, seen in before.items()})
 
     def _places(self) -> Iterator[tuple[Place, Any]]:
         for path, owner in outside_pipeline(self._module):

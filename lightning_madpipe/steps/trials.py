@@ -194,6 +194,7 @@ def _compared(
         relative_error=error,
         draws_for_batch=draws.are_for_batch,
         draws_for_samples=draws.are_for_samples,
+        means=tuple(traces.means_over(left_by_whole)),
         traces=tuple(
             differences(traces, left_by_whole, left_by_pieces, left_as_trained, total % len(run.sizes) == 0)
         ),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 
-from lightning_madpipe.steps.metrics import copied, metrics_of
+from lightning_madpipe.steps.metrics import copied, metrics_in_containers, metrics_of
 
 CLOSE = 1e-4
 MOST_NAMED = 4
@@ -45,7 +45,7 @@ class StepTraces:
     """
 
     def __init__(self, steps: Any, module: nn.Module) -> None:
-        self._steps, self._metrics = steps, metrics_of(module)
+        self._steps, self._metrics = steps, {**metrics_of(module), **metrics_in_containers(module)}
         # One that has been told something before would dilute what this batch tells it.
         self._fresh = {name for name, metric in self._metrics.items() if not metric.update_called}
         self._before = steps.leftovers(undoable=True)
@@ -75,6 +75,10 @@ class StepTraces:
         sizes, sums = zip(*self._means.get(name, [(1, math.nan)]), strict=True)
         mean = numpy.average(numpy.diff(sums, prepend=0.0), weights=sizes)
         return bool(numpy.allclose(mean, float(whole.numbers.get("", torch.tensor([math.nan]))[0]), rtol=CLOSE))
+
+    def means_over(self, left: Mapping[str, Trace]) -> list[str]:
+        """The metrics that are told one number for each micro-batch, which count alike whatever the sizes."""
+        return [name for name in self._means if name in left and self.is_mean_over(name, left[name])]
 
 
 def differences(
@@ -109,6 +113,16 @@ def said(differing: Sequence[str]) -> str:
     )
 
 
+def said_of_unlike_sizes(means: Sequence[str], sizes: Sequence[int]) -> str:
+    """The sentence for a batch whose micro-batches are of unlike sizes, where metrics take all for one size."""
+    words, name = " and ".join(map(str, dict.fromkeys(sizes))), means[0]
+    return (
+        f"a batch is cut into micro-batches of {words} samples, and training_step gives {name} a mean of each. "
+        "All count alike there, so that it is another number than in one process. Give it their samples, "
+        "update(loss, weight=len(y)), leave the batch out (drop_last=True), or use MadPipeStrategy(loss='batch')"
+    )
+
+
 def _named(name: str, metric: Metric) -> str:
     return f"self.{name} ({type(metric).__name__})"
 
@@ -120,9 +134,10 @@ def _in_words(name: str, whole: Trace, pieces: Trace, trained: Trace | None) -> 
         return f"{_in_words(name, whole, pieces, None)} where its micro-batches are of unlike sizes"
     if whole.num_entries != pieces.num_entries:
         return f"{name} gets {pieces.num_entries} entries instead of {whole.num_entries}"
-    own, theirs = (list(trace.numbers.values()) for trace in (whole, pieces))
-    if len(own) == len(theirs) == 1 and own[0].numel() == theirs[0].numel() == 1:
-        return f"{name} is {float(theirs[0]):.6g} instead of {float(own[0]):.6g}"
+    for key in sorted(whole.numbers.keys() & pieces.numbers.keys()):
+        own, theirs = whole.numbers[key], pieces.numbers[key]
+        if own.numel() == theirs.numel() == 1 and not torch.allclose(own, theirs, rtol=CLOSE, atol=1e-6):
+            return f"{name}{key} is {float(theirs):.6g} instead of {float(own):.6g}"
     return f"{name} differs"
 
 

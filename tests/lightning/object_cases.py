@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from pytorch_lightning.loggers.logger import DummyLogger
 from torch.nn import functional as F
+from torchmetrics import MeanMetric, SumMetric
+from torchmetrics.classification import MulticlassAccuracy
 
 from tests.lightning import lightning_cases as cases
 from tests.lightning.hook_cases import lines
@@ -127,6 +129,39 @@ def metered(host: Host) -> dict[str, Any]:
     return {"means": module.means, "said": len(named) if host.pipelined else 1}
 
 
+class KeepsMetrics(cases.Classifier):
+    """Its metrics stand in a dict and a list, where torch does not see them."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        self.kept, self.more = {"loss": MeanMetric()}, [MulticlassAccuracy(cases.NUM_CLASSES), SumMetric()]
+        self.values: list[list[float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        logits = self(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        self.kept["loss"].update(loss.detach())
+        self.more[0].update(logits, batch[1])
+        self.more[1].update(float(len(batch[1])))
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        every = (*self.kept.values(), *self.more)
+        self.values.append([float(metric.compute()) for metric in every])
+        for metric in every:
+            metric.reset()
+
+
+def kept_metrics(host: Host) -> dict[str, Any]:
+    """Metrics of batches that are cut evenly, and the line about those that are not."""
+    module = seeded(KeepsMetrics)
+    trained(host, module, data=cases.loader(32), strategy={"loss": "auto"})
+    with lines() as said:
+        trained(host, seeded(KeepsMetrics), data=cases.loader(21), max_epochs=1, strategy={"loss": "auto"})
+    named = [line for line in said if "training_step gives self.kept['loss'] (MeanMetric) a mean of each" in line]
+    return {"values": module.values, "said": len(named) if host.pipelined else 1}
+
+
 class Logged(DummyLogger):
     def __init__(self) -> None:
         super().__init__()
@@ -159,5 +194,5 @@ def logged_by_itself(host: Host) -> dict[str, Any]:
     }
 
 
-SAME_AS_SINGLE: dict[int, list[Any]] = {2: [by_objects, metered, logged_by_itself], 4: []}
+SAME_AS_SINGLE: dict[int, list[Any]] = {2: [by_objects, metered, kept_metrics, logged_by_itself], 4: []}
 ONLY_PIPELINE: dict[int, list[Any]] = {2: [], 4: []}

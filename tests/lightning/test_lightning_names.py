@@ -406,17 +406,19 @@ def test_what_steps_change_beside_their_module_is_on_every_rank(two: Records, ca
     assert_same(two.of(case), two.reference[case])
 
 
-@pytest.mark.parametrize("case", ["by_objects", "metered"])
+@pytest.mark.parametrize("case", ["by_objects", "metered", "kept_metrics"])
 def test_what_steps_keep_in_objects_is_on_every_rank(two: Records, case: str) -> None:
     """Trials of a loss that a schedule in an object made advanced that, and other ranks kept what they had.
 
     So did counters in slots, defaults and attributes of functions, and a generator in a global. A mean of the
-    epoch by a meter was 0 on rank 0, by which it stopped early.
+    epoch by a meter was 0 on rank 0, by which it stopped early. Metrics in dicts and lists, which gather what
+    ranks have, kept what trials had told them, 1.4 % off; and nothing was said of a short batch, cut unevenly.
     """
+    tells = case != "by_objects"
     for rank in two.ranks:
-        assert_same({**rank[case], "said": 1} if case == "metered" else rank[case], two.reference[case])
-    if case == "metered":
-        assert sorted(rank[case]["said"] for rank in two.ranks) == [0, 1]
+        assert_same({**rank[case], "said": 1} if tells else rank[case], two.reference[case])
+    if tells:
+        assert sorted(rank[case]["said"] for rank in two.ranks) in ([0, 1], [1, 1])
 
 
 def test_a_logger_that_a_step_calls_itself_has_a_row_for_each_batch(two: Records) -> None:
