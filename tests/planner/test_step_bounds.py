@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tracemalloc
+import warnings
 import weakref
 from dataclasses import replace
 from itertools import pairwise
@@ -262,6 +263,18 @@ def test_long_steps_count_beyond_64_bits() -> None:
     problem = replace(problem_of(made, platform), num_micro_batches=10_000)
     seconds = problem.times.clock.seconds(step_lower_bound(problem, contiguous=True))
     assert seconds == pytest.approx(10_000 * 5e8)
+
+
+def test_a_link_of_next_to_no_time_is_no_link() -> None:
+    """Numpy warned twice of a number beyond 64 bits, on every rank that planned."""
+    made = chain([5e3] * 3, [5e3] * 3, outputs=[1] * 3)
+    steps = []
+    for bandwidth in (1e9 / 3, FREE):
+        platform = Platform(num_devices=3, memory_bytes=10**6, bandwidth=bandwidth)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            steps.append(bound_of(problem_of(made, platform), 4, contiguous=True))
+    assert steps == pytest.approx([4 * 1e4 + 2 * 1e4] * 2)
 
 
 def test_what_has_no_room_may_be_faster_than_the_bound() -> None:
