@@ -199,7 +199,7 @@ def _compared(
             differences(traces, left_by_whole, left_by_pieces, left_as_trained, total % len(run.sizes) == 0)
         ),
         **_logs(run, alike, tolerance),
-        wrong_results=tuple(_wrong_results(whole, pieces, run.sizes, tolerance)),
+        wrong_results=tuple(wrong_results(whole, pieces, run.sizes, tolerance)),
     )
 
 
@@ -443,13 +443,19 @@ def _logs(run: BatchRun, alike: Sequence[Any], tolerance: float) -> dict[str, An
     }
 
 
-def _wrong_results(
+def wrong_results(
     whole: Tried, pieces: Sequence[Tried], sizes: Sequence[int], tolerance: float
 ) -> Iterator[tuple[str, float, float]]:
     """Numbers that the step returns for the batch, and that come out otherwise of its micro-batches."""
     try:
         joined = join_pieces([piece.returned for piece in pieces], sizes, "what it returns", mean=True)
-    except ValueError:  # which ends the step
+    except (
+        ValueError
+    ):  # which ends the step, but not where all micro-batches are of one size, and return one count
+        parts = [returned_numbers(piece.returned) for piece in pieces]
+        for name, value in returned_numbers(whole.returned).items():
+            if value.is_integer() and len({part.get(name) for part in parts}) > 1:
+                yield name, min(part.get(name, numpy.nan) for part in parts), value
         return
     merged = returned_numbers(joined)
     for name, value in returned_numbers(whole.returned).items():

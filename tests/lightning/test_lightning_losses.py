@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import pytest
@@ -27,6 +27,7 @@ from lightning_madpipe.steps.losses import (
     views_of,
     weights_of,
 )
+from lightning_madpipe.steps.trials import wrong_results
 from lightning_madpipe.steps.what_steps_leave import Trace, differences
 from tests.lightning.test_lightning_pipeline import Records, assert_same, records_of
 
@@ -169,6 +170,14 @@ def test_what_micro_batches_leave_otherwise_on_the_module_is_said_once(two: Reco
     assert "self.highest (MaxMetric) is" in said and "self.all (CatMetric) differs" in said
     assert not any(name in said for name in ("outputs", "names", "MeanMetric", "accuracy"))
     assert "loss='batch'" in said and not two.of("turned")["collecting"]["once"]
+
+
+def test_a_count_of_samples_that_a_step_returns_is_told_of() -> None:
+    """Micro-batches of one sample return 1 each, which hooks got for the 8 of a batch; only a trial can tell."""
+    whole, *pieces = (SimpleNamespace(returned={"loss": 1.0, "n": size}) for size in (8, 2, 1, 1, 4))
+    found = wrong_results(cast(Any, whole), cast(Any, pieces), [2, 1, 1, 4], 1e-5)
+    assert list(found) == [("['n']", 1.0, 8.0)]
+    assert not list(wrong_results(cast(Any, whole), cast(Any, [whole, whole]), [4, 4], 1e-5))
 
 
 def test_numbers_in_words_are_those_of_training() -> None:
