@@ -166,14 +166,17 @@ class InterleavedSearch:
     def _least(self, placements: list[Placement]) -> dict[Placement, float]:
         """Return the ticks that Megatron-LM's order takes at least, of the allocations where it has room.
 
-        Where not all can be looked at, it is some of each number of stages and pattern of devices: the first.
+        Where not all can be looked at, it is some of each number of stages and pattern of devices: the first, and
+        those with as many stages on each device before others.
         """
         search, group = self.search, min(self.problem.platform.num_devices, self.m)
         numbers: Counter[tuple[int, ...]] = Counter()
         turns = []
         for placement in placements:
             numbers[placement.devices] += 1
-            turns.append((numbers[placement.devices], -len(placement.devices)))
+            num_stages = len(placement.devices)
+            are_uneven = num_stages % self.problem.platform.num_devices > 0
+            turns.append((are_uneven, numbers[placement.devices], -num_stages))
         least: dict[Placement, float] = {}
         left = MOST_OPERATIONS_LOOKED_AT
         for _, placement in sorted(zip(turns, placements, strict=True), key=lambda each: each[0]):

@@ -72,11 +72,25 @@ class GroupRule:
     """The first or the last stage, or both, where they run as soon as they can and count for no limit."""
 
     def choice(self, engine: StepEngine, num_micro_batches: int) -> Choice:
+        """Return the choice.
+
+        Raises:
+            WaitInCircleError: a limit is below what the order needs, as far as that is known beforehand.
+        """
         if self.alternates:
             choice = in_order(self.orders(engine, num_micro_batches))
         else:
             choice = _backward_first(self.sequences(engine, num_micro_batches), self.limits)
-        return _at_once(engine, self.at_once, choice) if self.at_once else choice
+        if not self.at_once:
+            return choice
+        choice = _at_once(engine, self.at_once, choice)
+        if 0 not in self.at_once:
+            return choice
+        # What the first stage waits for happens on another device, and ends no wait there: so the order of a step
+        # in which it waited for too long is run again.
+        run = engine.run(num_micro_batches, choice)
+        assert run is not None
+        return in_order([tuple(order) for order in run.orders])
 
     def orders(self, engine: StepEngine, num_micro_batches: int) -> tuple[Positions, ...]:
         """Return what each device does, where forwards and backwards take turns; without what runs at once."""

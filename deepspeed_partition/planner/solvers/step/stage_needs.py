@@ -111,8 +111,9 @@ class StageNeeds:
             for ticks, found in ((f, fills), (again, drains)):
                 whole = ticks + way
                 by_link = whole * (1 - np.divide(ticks, link, out=np.ones(ticks.shape), where=link > 0)) - ticks
-                # Through a link of next to no time this is below what 64 bits hold, and of no use.
-                by_link = np.floor(np.maximum(by_link * (1 - ROUNDING), -(2.0**62))).astype(np.int64)
+                # Through a link of next to no time this is below what 64 bits hold, and of no use. It is above
+                # that from a layer to an earlier one, which is no stage.
+                by_link = np.floor(np.clip(by_link * (1 - ROUNDING), -(2.0**62), 2.0**62)).astype(np.int64)
                 # With more transfers behind it, what a link makes it wait grows by less: it is left out there.
                 found.append(whole - most * ticks if way is rest else np.maximum(whole - most * ticks, by_link))
         both = most < self.m

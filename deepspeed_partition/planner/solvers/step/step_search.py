@@ -476,8 +476,8 @@ class StepSearch:
             run = look.run
         if run is None:
             self.operations_left -= cost
-            choice = rule.choice(engine, self.simulated) if orders is None else in_order(orders)
             try:
+                choice = rule.choice(engine, self.simulated) if orders is None else in_order(orders)
                 run = engine.run(self.simulated, choice, at_most)
             except WaitInCircleError:
                 run = None  # a limit below what the order needs
