@@ -49,7 +49,9 @@ class Name(NamedTuple):
         """Whether another name of the same owner, with this key, is this one."""
         if isinstance(self.table, _Cells) and isinstance(other.table, _Cells):
             return self.table.cells[self.key] is other.table.cells[self.key]
-        return self.table is other.table or (self.is_member and other.is_member)
+        if isinstance(self.table, _Members) and isinstance(other.table, _Members):
+            return self.table.kind is other.table.kind
+        return self.table is other.table
 
     @property
     def is_member(self) -> bool:
@@ -249,7 +251,10 @@ class CodeSearch:
         self.functions.append(function)
         wrapper = attribute_of(code, "__func__", code)
         if isinstance(wrapper, CACHE):
-            self.caches[f"{function.__module__}.{function.__qualname__}()"] = wrapper
+            written = shown = f"{function.__module__}.{function.__qualname__}()"
+            while shown in self.caches:  # of another call of the function around it
+                shown = f"{written} {len(self.caches) + 1}"
+            self.caches[shown] = wrapper
         self.written.update(names_in(function.__code__))
         for name in _defaults_of(function):
             self._keep(name)
@@ -342,22 +347,22 @@ class _Members(MutableMapping[str, Any]):
     """The attributes of a class itself."""
 
     def __init__(self, kind: type) -> None:
-        self._kind = kind
+        self.kind = kind
 
     def __getitem__(self, name: str) -> Any:
-        return vars(self._kind)[name]
+        return vars(self.kind)[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self._kind, name, value)
+        setattr(self.kind, name, value)
 
     def __delitem__(self, name: str) -> None:
-        delattr(self._kind, name)
+        delattr(self.kind, name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(vars(self._kind))
+        return iter(vars(self.kind))
 
     def __len__(self) -> int:
-        return len(vars(self._kind))
+        return len(vars(self.kind))
 
 
 class SlotsOf(MutableMapping[str, Any]):

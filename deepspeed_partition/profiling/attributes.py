@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from deepspeed_partition.cached_results import cache_kept
 from deepspeed_partition.code_names import (
     CodeSearch,
     SlotsOf,
@@ -31,6 +32,7 @@ from deepspeed_partition.kept_values import (
     itself,
     kept_by_another,
     kept_in_place,
+    say_of,
     state_of,
     told_of,
 )
@@ -125,6 +127,7 @@ class HeldState:
             }.values()
         )
         self._tables = list(held.tables())
+        self._caches = held.caches
         self._has_others = False
         """Whether others stand in the place of iterators."""
 
@@ -154,11 +157,15 @@ class HeldState:
             (table, remembering.each({key: table[key] for key in keys if key in table}))
             for table, keys, _ in self._each(buffers=buffers)
         ]
+        caches = [(name, cache, cache_kept(cache)) for name, cache in self._caches.items()]
         for table, remembered in before:
             remembering.let_others_stand(table, remembered)
         self._has_others |= iterators and remembering.has_others
 
         def restore(spared: Collection[Place]) -> None:
+            for name, cache, put_back in caches:
+                if not put_back():
+                    say_of(name, cache)("its cache, which has a maxsize, has got results")
             for (table, remembered), (_, keys, _) in zip(before, self._each(buffers=buffers), strict=True):
                 for key in keys:
                     if key in table and key not in remembered and (id(table), key) not in spared:
@@ -262,6 +269,11 @@ class _Held:
         self._objects: list[MutableMapping[str, Any]] = []
         self._seen: set[int] = set()
         self._search = CodeSearch(lambda module: not is_installed(module))
+
+    @property
+    def caches(self) -> dict[str, Any]:
+        """The functions with a cache, by name."""
+        return self._search.caches
 
     def add(self, value: Any) -> None:
         """Find what ``value`` holds, if it can be called."""
