@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torchmetrics import Metric
 
 from deepspeed_partition.capture.graph import Graph
@@ -55,9 +56,11 @@ class CapturedCalls(CapturedCall):
         self._in_place = ChangedInPlace()
         self._around_call: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._error: Exception | None = None
+        self._found: tuple[int, Exception | None] = 0, None
         super().__init__(module, f"the modules of {step}()", (batch,), {}, first)
         if not self.made:
             raise OtherCallError(f"no call of {step} can be followed") from self._error
+        self._found = len(self.made), self._error
 
     def _signature_of(self, model: Any) -> inspect.Signature:
         return _SIGNATURE
@@ -124,7 +127,9 @@ class CapturedCalls(CapturedCall):
                 return returned
 
             try:
-                with patched(nn.Module, "__call__", run_alone):
+                # Distributions ask whether what they are made of is in their range; the step does, with data.
+                without_questions = patched(Distribution, "_validate_args", False)
+                with patched(nn.Module, "__call__", run_alone), without_questions:
                     getattr(module, self._step)(*args, *rest_of_arguments(module, self._step))
             except Exception as error:  # of what comes after the last call, such as a loss that asks for data
                 self._error = error
@@ -161,6 +166,16 @@ class CapturedCalls(CapturedCall):
                 waiting += graph.nodes[number].after
         leave_out(graph, {node.number for node in graph.nodes} - needed)
         super()._cut(graph, training)
+
+    def why_fewer(self) -> str:
+        """Why the layers run fewer calls than the step has made since, with data; empty where they do not."""
+        number, error = self._found
+        if error is None or len(self.made) == number:
+            return ""
+        return (
+            f"{self._step} makes {len(self.made)} calls, of which {number} are found, for behind these it raises "
+            f"{type(error).__name__} where it is run without data ({str(error).splitlines()[0]})"
+        )
 
     @contextmanager
     def _in_reach(self) -> Iterator[None]:

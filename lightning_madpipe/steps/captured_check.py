@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from deepspeed_partition.capture.structure import flatten
 from deepspeed_partition.code_names import function_of, is_librarys, names_in
-from lightning_madpipe.finding.captured_calls import CapturedCalls
+from lightning_madpipe.finding.captured_calls import WAY_OUT, CapturedCalls
 from lightning_madpipe.module import PipelineCall, called_as_written
 from lightning_madpipe.steps.forward_reads import Read
 from lightning_madpipe.steps.hook_writes import writes_in_hooks
@@ -163,6 +163,12 @@ class CapturedCheck(LayerCheck):
         return {}
 
     def _differs(self, what: str, advice: str) -> LayersDifferError:
+        why_fewer = self._call.why_fewer() if isinstance(self._call, CapturedCalls) else ""
+        if why_fewer:
+            return LayersDifferError(
+                f"the layers of {self._name} that were found are not all: {why_fewer}. Put what decides by data "
+                f"into the forward() of a layer, or {WAY_OUT}"
+            )
         return LayersDifferError(
             f"the layers that were found of {self._call.called} of {self._name} do not compute what it does, "
             f"which {what}: put what changes from call to call, such as a number that its code counts or an "

@@ -7,14 +7,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from torch import nn
+from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from deepspeed_partition.capture import CaptureError
 from deepspeed_partition.capture.structure import flatten
 from lightning_madpipe.finding.captured_call import CapturedCall, OtherCallError
+from lightning_madpipe.finding.captured_calls import CapturedCalls
 from lightning_madpipe.finding.example_batch import example_batch
 
 
@@ -230,3 +233,46 @@ def test_modules_in_another_order_are_refused() -> None:
     turned = nn.Sequential(model.layers[2], model.layers[0])
     with pytest.raises(CaptureError, match="another order"):
         CapturedCall(turned, "self.turned()", (inputs["x"],), {}, first)
+
+
+class Autoencoder(pl.LightningModule):
+    """Its step makes distributions between the calls of its modules."""
+
+    def __init__(self, *, asks: bool = False) -> None:
+        super().__init__()
+        self.asks = asks
+        self.encoder, self.mean, self.spread = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+        self.decoder = nn.Linear(4, 8)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        code = self.encoder(batch)
+        mean, spread = self.mean(code), self.spread(code).exp()
+        prior, found = Normal(torch.zeros_like(mean), torch.ones_like(mean)), Normal(mean, spread)
+        if self.asks and spread.max() > 1e9:
+            raise ValueError("it does not converge")
+        decoded = self.decoder(mean + spread * mean.sin())
+        return F.mse_loss(decoded, batch) + kl_divergence(found, prior).mean()
+
+
+def test_distributions_between_the_calls_of_a_step_are_followed() -> None:
+    """A variational autoencoder was refused: they ask whether what they are made of is in their range."""
+    module, batch = Autoencoder(), torch.randn(4, 8)
+    call = CapturedCalls(module, "training_step", batch, ["encoder", "mean", "spread", "decoder"])
+    assert call.made == ("encoder", "mean", "spread", "decoder") and Normal._validate_args
+    passed: Any = (batch,)
+    for layer in call.layers:
+        passed = layer(passed)
+    found, expected = (flatten(each)[0] for each in (call.returned(passed, (batch,), {}), call.run([batch])))
+    tensors = [(one, other) for one, other in zip(found, expected, strict=True) if isinstance(one, torch.Tensor)]
+    assert len(tensors) == 8
+    for one, other in tensors:
+        torch.testing.assert_close(one, other)
+    assert not call.why_fewer()
+
+
+def test_a_step_that_asks_for_data_between_its_calls_is_named() -> None:
+    """It was said to return 8 tensors, and the list 6."""
+    module, batch = Autoencoder(asks=True), torch.randn(4, 8)
+    call = CapturedCalls(module, "training_step", batch, ["encoder", "mean", "spread", "decoder"])
+    call.run([batch])
+    assert call.why_fewer().startswith("training_step makes 4 calls, of which 3 are found, for behind these it ")

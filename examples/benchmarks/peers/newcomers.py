@@ -80,7 +80,7 @@ ONE_STEP = {"for i in range(self.nb_optim_iters):": "for i in range(1):"}
 SMALLER = {"512": "16", "256": "8", "128": "8", "64": "4"}
 OWN_DRAW = {
     "from pl_bolts import _HTTPS_AWS_HUB": "_HTTPS_AWS_HUB = ''",
-    "z = q.rsample()": "z = mu + std * torch.sin(100 * mu)",
+    "z = q.rsample()": "z = mu + std * torch.sin(mu)",
 }
 
 
