@@ -104,7 +104,7 @@ class GroupSearch:
                 found[kind] = ticks, better, rule
         for placement in self._leaders():
             known = search.found[placement]
-            if isinstance(known.rule, GroupRule):
+            if isinstance(known.rule, GroupRule) and known.rule.at_once:  # no other order here is like these
                 kind = len(placement.devices), known.rule.group
                 if kind not in found or known.estimate < found[kind][0]:
                     found[kind] = known.estimate, placement, known.rule
