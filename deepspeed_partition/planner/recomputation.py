@@ -243,6 +243,10 @@ class Recomputation:
         """Whether no set of ways was cut short until now."""
         self._sets: dict[tuple[int, bool], _Extension] = {}
 
+    def forget(self) -> None:
+        """Forget the ways that are known, which may take hundreds of megabytes in long chains."""
+        self._sets.clear()
+
     @property
     def recomputes_all(self) -> bool:
         """Whether every layer may run twice."""

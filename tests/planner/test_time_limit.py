@@ -22,6 +22,7 @@ from deepspeed_partition.planner.data_parallel import splits_of
 from deepspeed_partition.planner.deadline import PATIENCE_FACTOR, PATIENCE_SECONDS, Deadline
 from deepspeed_partition.planner.memory import StageTable
 from deepspeed_partition.planner.planning.make_plan import _plans_of
+from deepspeed_partition.planner.planning.solving import _deadline_of_search
 from deepspeed_partition.planner.replication import plan_replicated
 from deepspeed_partition.planner.report import comparison
 from deepspeed_partition.planner.report.comparison import COMPARED, compare
@@ -117,6 +118,18 @@ def test_a_search_keeps_its_limit(num_micro_batches):
     assert again < 3
     assert (plan.proved, plan.proved_class) == (False, None)
     assert replay(plan, made).violations == ()
+
+
+@pytest.mark.parametrize(("m", "least", "most"), [(None, 60, 60), (4, 60, 60), (20_000, 43, 47), (10**6, 30, 30)])
+def test_a_search_leaves_time_for_the_replay(m, least, most):
+    """A step of 524,288 forwards and backwards ended 27 s after a limit of 60 s: most of that was the replay.
+
+    Here 6 layers are at most 6 stages.
+    """
+    made = replace(
+        problem_of(chain([1] * 6, [1] * 6), Platform(2, 10**6, 1e9)), deadline=Deadline(60), num_micro_batches=m
+    )
+    assert least - 0.5 < _deadline_of_search(made).remaining_seconds() <= most
 
 
 def test_all_algorithms_of_a_comparison_share_its_limit(monkeypatch):

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.assembly import assemble
-from deepspeed_partition.planner.deadline import DeadlinePassed
+from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.infeasible import infeasible, no_room_for_flush, out_of_time, piles_up
 from deepspeed_partition.planner.plan import Plan
@@ -20,6 +20,7 @@ from deepspeed_partition.planner.solvers.non_contiguous.madpipe import MadPipe
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern
 from deepspeed_partition.planner.solvers.step.best_step import fixed_step, memory_of_flush, with_best_step
 from deepspeed_partition.planner.solvers.step.exact_step import with_exact_step
+from deepspeed_partition.planner.solvers.step.interleaving import MOST_STAGES_PER_DEVICE
 from deepspeed_partition.planner.solvers.step.micro_batch_step import shorter_step, with_buffers
 from deepspeed_partition.planner.solvers.step.split_step import shorter_split_step
 from deepspeed_partition.planner.solvers.step.step_search import step_engine
@@ -30,6 +31,10 @@ from deepspeed_partition.planner.units import format_bytes
 
 FEW_BUFFERS_SHARE = 0.3
 """The part of the time for steps that decide micro-batch by micro-batch with no more buffers than asked for."""
+REPLAY_SECONDS = 60e-6
+"""Most time of the processor for each forward and each backward of a step from the end of the search on."""
+LITTLE_SHARE, LEAST_SEARCH_SHARE = 0.02, 0.5
+"""Share of the time that a search need not leave, and the least that it has."""
 WHOLE_SHARE = 0.6
 """The part of the time for steps of whole backwards, where halves are looked for from the best of them on."""
 
@@ -40,12 +45,12 @@ def solve(problem: Problem, solver: Solver) -> Plan:
     Raises:
         InfeasibleError: no plan of this solver fits in memory.
     """
-    searched = problem
+    searched = replace(problem, deadline=_deadline_of_search(problem))
     if problem.splits_backward:
         # Periods of whole backwards are mostly proved long before the end: patterns with halves have what is left.
         is_step = problem.num_micro_batches is not None
-        deadline = problem.deadline.part(WHOLE_SHARE) if is_step else problem.deadline
-        searched = replace(problem, splits_backward=False, deadline=deadline)
+        deadline = searched.deadline.part(WHOLE_SHARE) if is_step else searched.deadline
+        searched = replace(searched, splits_backward=False, deadline=deadline)
     try:
         answer = with_exact_step(searched, with_best_step(searched, answer_of(searched, solver)))
     except DeadlinePassed:
@@ -61,6 +66,8 @@ def solve(problem: Problem, solver: Solver) -> Plan:
         faster = _plan_per_micro_batch(problem, solver, answer)
         if faster is not None:
             return faster
+    if problem.recomputation is not None:
+        problem.recomputation.forget()  # the replay of a long step needs as much
     too_large: list[int] = []
     for found, step in _candidates(problem, answer):
         plan, replayed = assemble(problem, solver.name, answer, found, step)
@@ -77,6 +84,16 @@ def solve(problem: Problem, solver: Solver) -> Plan:
     if problem.flushes:
         raise no_room_for_flush(problem, memory_of_flush(problem))
     raise piles_up(problem, min(too_large))
+
+
+def _deadline_of_search(problem: Problem) -> Deadline:
+    """Return the deadline of the search, which leaves time for the replay of a long step."""
+    deadline, m = problem.deadline, problem.num_micro_batches
+    if m is None:
+        return deadline
+    num_stages = min(problem.chain.num_layers, MOST_STAGES_PER_DEVICE * problem.platform.num_devices)
+    share = 1 - REPLAY_SECONDS * 2 * m * num_stages / max(deadline.remaining_seconds(), 1e-9)
+    return deadline if share > 1 - LITTLE_SHARE else deadline.part(max(share, LEAST_SEARCH_SHARE))
 
 
 def decides_per_micro_batch(problem: Problem, solver: Solver, mode: str, period_seconds: float | None) -> bool:
