@@ -126,9 +126,8 @@ def test_a_search_leaves_time_for_the_replay(m, least, most):
 
     Here 6 layers are at most 6 stages.
     """
-    made = replace(
-        problem_of(chain([1] * 6, [1] * 6), Platform(2, 10**6, 1e9)), deadline=Deadline(60), num_micro_batches=m
-    )
+    platform = Platform(num_devices=2, memory_bytes=10**6, bandwidth=1e9)
+    made = replace(problem_of(chain([1] * 6, [1] * 6), platform), deadline=Deadline(60), num_micro_batches=m)
     assert least - 0.5 < _deadline_of_search(made).remaining_seconds() <= most
 
 
