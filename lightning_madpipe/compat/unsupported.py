@@ -20,6 +20,12 @@ PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
 ENGINE_HOOKS = ("backward", "configure_gradient_clipping", "optimizer_zero_grad")
 """Hooks of a LightningModule whose work the pipeline engine does, so that they would never be called."""
 
+VALIDATION_HOOKS = (
+    "on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end",
+    "on_validation_epoch_end", "on_validation_end",
+)  # fmt: skip
+"""Hooks that may read what training has logged before."""
+
 CALLBACKS = {
     "BaseFinetuning": (
         "freezes and unfreezes layers while training runs, and the engine takes the parameters to train before "
@@ -196,9 +202,56 @@ def _notes_on_windows(trainer: Any, module: Any) -> Iterator[str]:
         yield (
             f"{at_the_end}: what {_list(between)} change between two of them, such as weights, or attributes "
             "that the step or forward reads, all of them see as the last one does, which is another training "
-            "than in one process. Change it where a window begins, or do not accumulate; hooks that change "
-            "nothing of this, such as those that log, differ in nothing"
+            "than in one process; and until then trainer.callback_metrics has what training_step logged in the "
+            "window before. Change it where a window begins, and read these where it ends, or do not accumulate"
         )
+    monitors = [
+        f"{type(callback).__name__}(monitor={callback.monitor!r})"
+        for callback in trainer.callbacks
+        if _asks_within_windows(callback)
+    ]
+    if monitors:
+        yield (
+            f"{at_the_end}: {_list(monitors)} looks for its best value after each batch, and, before the end of a "
+            "window, finds what training_step logged in the window before, where one process finds the value of "
+            "the batch: it may keep other checkpoints. Values at the end of windows, means of epochs "
+            "(on_epoch=True) and values of validations are those of one process: monitor one of the latter two, "
+            "or keep all (every_n_train_steps with save_top_k=-1), or use larger batches and none to accumulate"
+        )
+
+
+def _asks_within_windows(callback: Any) -> bool:
+    """Whether ``callback`` is a ModelCheckpoint that may compare values after a batch that ends no window.
+
+    After a step for which it has saved, as it always does where it keeps all, it compares no more.
+    """
+    monitor = getattr(callback, "monitor", None)
+    if monitor is None or monitor.endswith("_epoch"):  # Lightning's name of a mean of epochs
+        return False
+    if getattr(callback, "_train_time_interval", None) is not None:  # private names of Lightning 2.5 to 2.6
+        return True
+    return bool(getattr(callback, "_every_n_train_steps", 0) >= 1 and callback.save_top_k > 0)
+
+
+def note_on_validation_within_window(trainer: Any, module: Any) -> str | None:
+    """What a validation sees otherwise that runs while batches wait for the end of their window, if it is read."""
+    readers = _hooks_of_the_user(VALIDATION_HOOKS, trainer, module)
+    for callback in trainer.callbacks:
+        if getattr(callback, "monitor", None) is not None:
+            readers.append(f"{type(callback).__name__}(monitor={callback.monitor!r})")
+        elif getattr(callback, "filename", None) is not None:
+            readers.append(f"{type(callback).__name__}(filename={callback.filename!r})")
+    if not readers:
+        return None
+    number = trainer.accumulate_grad_batches
+    return (
+        f"with accumulate_grad_batches={number}, all batches of a window run at its end, and a validation has "
+        "begun before that: in trainer.callback_metrics, what training_step logs is of the window before, and "
+        "absent in the first window, where one process has the values of the last batch. "
+        f"{_list(readers)} may read these; what the validation logs is as in one process. Make "
+        f"val_check_interval a multiple of {number} batches (where check_val_every_n_epoch=None, the batches of "
+        "an epoch must be one, too), or monitor a mean of epochs (on_epoch=True) or a value of the validation"
+    )
 
 
 def _hooks_of_the_user(hooks: Sequence[str], trainer: Any, module: Any) -> list[str]:

@@ -18,7 +18,7 @@ from deepspeed_partition.engine.runtime.first_failure import in_words, is_raised
 from deepspeed_partition.planner.weight_versions import FLUSH
 from deepspeed_partition.profiling.attributes import attributes_kept
 from lightning_madpipe.compat.namespace import Lightning
-from lightning_madpipe.compat.unsupported import needs_two_samples
+from lightning_madpipe.compat.unsupported import needs_two_samples, note_on_validation_within_window
 from lightning_madpipe.steps.batch_runs import BatchRun, Piece, SamplesSelectedError
 from lightning_madpipe.steps.batches import (
     copy_of_batch,
@@ -272,6 +272,8 @@ class BatchRunner:
             What the step returned, joined over the micro-batches, if somebody reads it; else its loss, or None.
         """
         begins = self._reading.begins
+        if self._window and step == "validation_step":
+            self._reading.tell(note_on_validation_within_window(self._trainer, self._module))
         # In inference mode, which Lightning may have entered, the engine would allocate buffers that training
         # cannot use; and outside of it no step and no layer may write into what it has made.
         with (

@@ -67,7 +67,7 @@ class SameBatches:
             self._check_same_number([number for _, _, number in everyone])
         self._read[step] = reads
         if reads and step == "training_step" and self._trainer.accumulate_grad_batches > 1:
-            self._tell(
+            self.tell(
                 "on_train_batch_end is given the loss and outputs of the last window of accumulate_grad_batches "
                 "that is done, because all batches of a window run at its end"
             )
@@ -104,15 +104,16 @@ class SameBatches:
             if len(set(theirs)) > 1
         ]
         if len(differing) > 1:
-            self._tell(
+            self.tell(
                 f"the ranks of a pipeline read different {', '.join(differing[:4])} in {step}: forward() gets "
                 "those of the first stage, and the rest of the step those of the last. Where these belong "
                 "together, as an image and its mask do, another model is trained: draw them from Python's, "
                 "NumPy's or torch's common generators, or seed your own alike on all ranks"
             )
 
-    def _tell(self, sentence: str) -> None:
-        if sentence not in self._told:
+    def tell(self, sentence: str | None) -> None:
+        """Print ``sentence``, if it is one, the first time."""
+        if sentence is not None and sentence not in self._told:
             self._told.add(sentence)
             announce(f"madpipe: {sentence}", logging.WARNING)
 

@@ -20,7 +20,7 @@ import torch
 import torchmetrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pytorch_lightning.callbacks import LearningRateMonitor
+from pytorch_lightning.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -28,7 +28,7 @@ import lightning_madpipe
 from deepspeed_partition.engine.repartition.parameter_groups import EveryGroup
 from deepspeed_partition.options import Options
 from lightning_madpipe.compat.elsewhere import Elsewhere, ElsewhereError
-from lightning_madpipe.compat.unsupported import notes_on
+from lightning_madpipe.compat.unsupported import note_on_validation_within_window, notes_on
 from lightning_madpipe.module import find_layers, outside_pipeline
 from lightning_madpipe.planning import why_left_out
 from lightning_madpipe.settings import checked_settings
@@ -732,9 +732,10 @@ def test_hooks_between_batches_of_a_window_are_told() -> None:
             module.factor = 0.9**batch_idx
 
     def notes(module: Any, *callbacks: pl.Callback, number: int = 3) -> list[str]:
+        keeps = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
         trainer = pl.Trainer(
-            accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=list(callbacks),
-            accumulate_grad_batches=number,
+            accelerator="cpu", logger=False, enable_checkpointing=keeps,
+            callbacks=list(callbacks), accumulate_grad_batches=number,
         )  # fmt: skip
         return list(
             notes_on(trainer, module, [pl.LightningModule.on_before_backward, pl.Callback.on_before_backward])
@@ -744,4 +745,22 @@ def test_hooks_between_batches_of_a_window_are_told() -> None:
     assert "with accumulate_grad_batches=3, all batches of a window run at its end: on_after_backward of " in after
     assert "Clipping is called once there, with the gradients of all of them" in after
     assert "what on_train_batch_end of Decaying change between two of them" in between
+    assert "callback_metrics has what training_step logged in the window before" in between
+    best = ModelCheckpoint(monitor="train_loss", every_n_train_steps=1)
+    [kept] = notes(pl.LightningModule(), best)
+    assert "ModelCheckpoint(monitor='train_loss') looks for its best value after each batch, and, before" in kept
+    keeps_all = ModelCheckpoint(monitor="train_loss", every_n_train_steps=1, save_top_k=-1)
+    by_epochs = ModelCheckpoint(monitor="train_loss")
+    assert notes(pl.LightningModule(), keeps_all, by_epochs, ModelCheckpoint(every_n_train_steps=1)) == []
+
+    def within(*callbacks: pl.Callback) -> str | None:
+        trainer = pl.Trainer(
+            accelerator="cpu", logger=False, enable_checkpointing=False,
+            callbacks=list(callbacks), accumulate_grad_batches=3,
+        )  # fmt: skip
+        return note_on_validation_within_window(trainer, pl.LightningModule())
+
+    stopping = EarlyStopping("train_loss")
+    assert "EarlyStopping(monitor='train_loss') may read these" in (within(stopping) or "")
+    assert within(LearningRateMonitor()) is None
     assert notes(pl.LightningModule(), LearningRateMonitor()) == notes(Clipping(), Decaying(), number=1) == []
