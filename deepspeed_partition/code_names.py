@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import os
 import site
@@ -25,6 +26,10 @@ LIBRARIES = (
 PACKAGES = frozenset(("site-packages", "dist-packages"))
 """How folders are called that packages are installed in."""
 MOST_FUNCTIONS = 200
+_OF_FILE = frozenset(
+    f"{does}_{what}" for does in ("LOAD", "STORE", "DELETE") for what in ("GLOBAL", "NAME", "FROM_DICT_OR_GLOBALS")
+)
+"""Operations on names that are no attributes: those of a class's body may be of its file."""
 _OF_HEAP = 1 << 9
 """A flag of classes that code in Python has made."""
 STEPS = ("training_step", "validation_step", "test_step", "predict_step", "forward")
@@ -86,9 +91,9 @@ def names_read(function: FunctionType, kind: type | None) -> Iterator[Name]:
             yield Name(around, key, cells, key)
             if isinstance(value, type) and not is_librarys(value) and value is not kind:
                 yield from _data_of_class(value, key)
-    names = names_in(function.__code__)
+    names, of_file = names_in(function.__code__), globals_in(function.__code__)
     for key in names:
-        value = function.__globals__.get(key)
+        value = function.__globals__.get(key) if key in of_file else None
         if isinstance(value, ModuleType):
             if not is_librarys(value):
                 for inner in names:
@@ -96,7 +101,7 @@ def names_read(function: FunctionType, kind: type | None) -> Iterator[Name]:
                         yield Name(value.__name__, inner, vars(value), f"{key}.{inner}")
                         if isinstance(member := vars(value)[inner], type) and not is_librarys(member):
                             yield from _data_of_class(member, f"{key}.{inner}")
-        elif key in function.__globals__:
+        elif key in of_file and key in function.__globals__:
             yield Name(function.__module__, key, function.__globals__, key)
             if isinstance(value, type) and not is_librarys(value) and value is not kind:
                 yield from _data_of_class(value, key)
@@ -192,6 +197,14 @@ def names_in(code: CodeType) -> list[str]:
     """All names in compiled code and in the functions within it."""
     inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in names_in(each)]
     return list(dict.fromkeys([*code.co_names, *inner]))
+
+
+@cache
+def globals_in(code: CodeType) -> frozenset[str]:
+    """The names of its file that compiled code and the functions within it read or set, and no attributes."""
+    inner = (name for each in code.co_consts if isinstance(each, CodeType) for name in globals_in(each))
+    own = (each.argval for each in dis.get_instructions(code) if each.opname in _OF_FILE)
+    return frozenset((*own, *inner))
 
 
 @cache

@@ -261,6 +261,14 @@ class PartialArguments(MutableMapping[str, Any]):
         return len(self._table())
 
 
+def _runs_layers(value: Any) -> bool:
+    """Whether this is DeepSpeed's engine or its model: their data go on while layers are measured."""
+    return any(
+        base.__name__ in ("DeepSpeedEngine", "PipelineModule") and module_of(base).startswith("deepspeed.")
+        for base in type(value).__mro__
+    )
+
+
 class _Held:
     """What functions hold: modules, and variables by the tables that they stand in."""
 
@@ -277,7 +285,7 @@ class _Held:
 
     def add(self, value: Any) -> None:
         """Find what ``value`` holds, if it can be called."""
-        if id(value) in self._seen or isinstance(value, type) or not callable(value):
+        if id(value) in self._seen or isinstance(value, type) or not callable(value) or _runs_layers(value):
             return
         self._seen.add(id(value))
         if isinstance(value, nn.Module):
@@ -317,6 +325,8 @@ class _Held:
                 self._read(member, None)
 
     def _add_object(self, value: Any) -> None:
+        if _runs_layers(value):
+            return
         if isinstance(value, nn.Module):
             self.modules.append(value)
         elif isinstance(table := getattr(value, "__dict__", None), dict):

@@ -19,6 +19,7 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
+from deepspeed_partition.code_names import globals_in
 from deepspeed_partition.engine.runtime.environment import announce
 
 WAY_OUT = (
@@ -197,7 +198,7 @@ def _held_by(function: Any) -> Iterator[Any]:
         for cell in function.__closure__ or ():
             with suppress(ValueError):  # nothing is in it yet
                 yield cell.cell_contents
-        yield from (function.__globals__.get(name) for name in function.__code__.co_names)
+        yield from (function.__globals__.get(name) for name in globals_in(function.__code__))
         yield from function.__defaults__ or ()
 
 

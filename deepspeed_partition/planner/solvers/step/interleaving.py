@@ -35,6 +35,8 @@ MOST_HEADS = 4
 """Number of first devices to one of which the last layers go back; later ones wait for longer."""
 SHORT_END = 0.8
 """Ticks of a first or a last stage, over the mean of all stages, up to which it may run at once."""
+ALIKE = 1.1
+"""Ticks of the longest stage between such ends, over the mean of these."""
 MOST_STAGES_BALANCED = 64
 """Number of stages up to which cuts are balanced by moves."""
 
@@ -85,15 +87,19 @@ def balanced(problem: Problem, placement: Placement, ended: Callable[[], bool] =
 
 
 def short_ends(problem: Problem, placement: Placement) -> tuple[int, ...]:
-    """Return the first and the last stage, as far as they are short and their devices have other stages."""
-    devices, compute = placement.devices, problem.times.compute
-    longest = SHORT_END * int(compute[-1]) / len(devices)
-    return tuple(
+    """Return the first and the last stage, as far as they are short and their devices have other stages.
+
+    Where the stages between do not take about equally long, none: orders in turn are none for these.
+    """
+    devices = placement.devices
+    ticks = np.diff(problem.times.compute[list(placement.cuts)])
+    ends = tuple(
         stage
         for stage in (0, len(devices) - 1)
-        if devices[stage] in devices[1:-1]
-        and int(compute[placement.cuts[stage + 1]] - compute[placement.cuts[stage]]) <= longest
+        if devices[stage] in devices[1:-1] and ticks[stage] <= SHORT_END * ticks.mean()
     )
+    between = np.delete(ticks, ends)
+    return ends if between.max() <= ALIKE * between.mean() else ()
 
 
 def _best_move(ticks: Sequence[int], placement: Placement) -> tuple[int, ...] | None:
