@@ -208,7 +208,7 @@ def _notes_on_windows(trainer: Any, module: Any) -> Iterator[str]:
     monitors = [
         f"{type(callback).__name__}(monitor={callback.monitor!r})"
         for callback in trainer.callbacks
-        if _asks_within_windows(callback)
+        if _asks_within_windows(callback, trainer)
     ]
     if monitors:
         yield (
@@ -216,21 +216,25 @@ def _notes_on_windows(trainer: Any, module: Any) -> Iterator[str]:
             "window, finds what training_step logged in the window before, where one process finds the value of "
             "the batch: it may keep other checkpoints. Values at the end of windows, means of epochs "
             "(on_epoch=True) and values of validations are those of one process: monitor one of the latter two, "
-            "or keep all (every_n_train_steps with save_top_k=-1), or use larger batches and none to accumulate"
+            "or, without validation, keep all (every_n_train_steps with save_top_k=-1), or use larger batches and "
+            "none to accumulate"
         )
 
 
-def _asks_within_windows(callback: Any) -> bool:
+def _asks_within_windows(callback: Any, trainer: Any) -> bool:
     """Whether ``callback`` is a ModelCheckpoint that may compare values after a batch that ends no window.
 
-    After a step for which it has saved, as it always does where it keeps all, it compares no more.
+    After a step for which it has saved, as it always does where it keeps all, it compares no more. Where there are
+    validations, it leaves some of these savings to the next one, or to the next batch.
     """
     monitor = getattr(callback, "monitor", None)
     if monitor is None or monitor.endswith("_epoch"):  # Lightning's name of a mean of epochs
         return False
     if getattr(callback, "_train_time_interval", None) is not None:  # private names of Lightning 2.5 to 2.6
         return True
-    return bool(getattr(callback, "_every_n_train_steps", 0) >= 1 and callback.save_top_k > 0)
+    if getattr(callback, "_every_n_train_steps", 0) < 1:
+        return False
+    return bool(callback.save_top_k > 0 or (callback.save_top_k == -1 and trainer.enable_validation))
 
 
 def note_on_validation_within_window(trainer: Any, module: Any) -> str | None:

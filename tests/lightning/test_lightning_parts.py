@@ -8,6 +8,7 @@ import inspect
 import math
 import random
 import re
+import unittest.mock
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -752,6 +753,9 @@ def test_hooks_between_batches_of_a_window_are_told() -> None:
     keeps_all = ModelCheckpoint(monitor="train_loss", every_n_train_steps=1, save_top_k=-1)
     by_epochs = ModelCheckpoint(monitor="train_loss")
     assert notes(pl.LightningModule(), keeps_all, by_epochs, ModelCheckpoint(every_n_train_steps=1)) == []
+
+    with unittest.mock.patch.object(pl.Trainer, "enable_validation", True):
+        assert len(notes(pl.LightningModule(), keeps_all)) == 1
 
     def within(*callbacks: pl.Callback) -> str | None:
         trainer = pl.Trainer(
