@@ -256,9 +256,8 @@ class Autoencoder(pl.LightningModule):
 
 def test_distributions_between_the_calls_of_a_step_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A variational autoencoder was refused: they ask whether what they are made of is in their range."""
-    monkeypatch.setattr(
-        torch.distributions.Distribution, "_validate_args", True
-    )  # as other tests may not leave it
+    # Another test may have left it otherwise.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     module, batch = Autoencoder(), torch.randn(4, 8)
     call = CapturedCalls(module, "training_step", batch, ["encoder", "mean", "spread", "decoder"])
     assert call.made == ("encoder", "mean", "spread", "decoder") and Normal._validate_args
