@@ -86,7 +86,8 @@ def trained(engine: Any, how: argparse.Namespace) -> dict[str, Any]:
         if ON_A_GPU:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
-        in_pipeline.append(None if how.default else engine.figures_of_steps().step_seconds)
+        figures = None if how.default else engine.figures_of_steps()  # None in a warm-up
+        in_pipeline.append(None if figures is None else figures.step_seconds)
     told = [each for each in in_pipeline[-MEASURED_STEPS:] if each is not None]
     return {
         "whole_seconds": statistics.median(seconds[-MEASURED_STEPS:]),
