@@ -7,7 +7,8 @@ that gives the loss of the batch. It is tried again
 - before a step whose batch could tell two explanations apart that were alike so far, such as the first one with
   padding, or with classes that had always been spread evenly (``losses.py``);
 - in a step whose loss has operations that no loss which was tried had, such as a term that begins, or which logs
-  or returns a number under a new name: the batch is given up in all pipelines, tried, and trained anew
+  or returns a number under a new name, or one that was the same, such as 0, in all micro-batches that were tried,
+  so that nothing shows how it is merged: the batch is given up in all pipelines, tried, and trained anew
   (``loss_signs.py``);
 - before a step for which an attribute of the module, or the epoch, has changed, and before the first one of an
   epoch if the last trial is 64 steps ago;
@@ -52,6 +53,7 @@ from lightning_madpipe.steps.logged_sizes import LoggedSizes
 from lightning_madpipe.steps.loss_signs import STEPS_BEFORE_AN_EPOCH, Attributes
 from lightning_madpipe.steps.losses import (
     SAMPLES,
+    SUM,
     Finding,
     Tracked,
     Unknown,
@@ -68,6 +70,7 @@ from lightning_madpipe.steps.losses import (
     views_of,
     weights_of,
 )
+from lightning_madpipe.steps.step_results import RULES
 from lightning_madpipe.steps.step_runs import draws_in_words
 from lightning_madpipe.steps.trials import try_batch
 from lightning_madpipe.steps.what_steps_leave import said, said_of_unlike_sizes
@@ -130,6 +133,8 @@ class LossOfBatches:
     _draws_for_batch: bool = False
     """Whether steps draw from torch's generator once for a batch, so that its micro-batches draw alike."""
     _draws_for_samples: bool = False
+    _fitting_rules: dict[str, frozenset[str]] = field(default_factory=dict)
+    """Of each logged number, the rules that have merged it in every batch that was tried."""
     _means: dict[str, None] = field(default_factory=dict)
     """Metrics that are told a mean of each micro-batch."""
     _num_rests: int = 0
@@ -407,7 +412,7 @@ class LossOfBatches:
             self._means.update(dict.fromkeys(finding.means))
             if finding.traces:
                 self._tell(said(finding.traces), key="traces")
-            self.log_rules.update(finding.log_rules)
+            self._note_rules(finding)
             self.logged_sizes.learn(finding.constant_sizes, finding.counted_sizes)
             for name, joined, whole in finding.wrong_results:
                 self._tell(
@@ -423,6 +428,25 @@ class LossOfBatches:
                     "runs the step once per batch",
                     key=name,
                 )
+
+    def _note_rules(self, finding: Finding) -> None:
+        """Note how logged numbers are merged, and for which of them no batch has shown it."""
+        for name, fitting in finding.log_rules.items():
+            both = self._fitting_rules.get(name, fitting) & fitting
+            self._fitting_rules[name] = both or fitting
+            if fitting and not both:
+                self._tell(
+                    f"training_step logs {name!r}, which no mean, weighted mean or sum of micro-batches gives in "
+                    f"each batch that was tried: from step {self._num_steps} on it is merged as fits this one. "
+                    "MadPipeStrategy(loss='batch') runs the step once per batch",
+                    key=name,
+                )
+        for name, fitting in self._fitting_rules.items():
+            self.log_rules[name] = next((rule for rule in RULES if rule in fitting), RULES[0])
+        # Micro-batches with the weights of samples, or with none, have no other ones by their losses.
+        same = {"loss"} if self.weight in (SAMPLES, SUM) else set()
+        unlike = {name: fitting - same for name, fitting in self._fitting_rules.items()}
+        self.steps.unsettled = {name: fitting for name, fitting in unlike.items() if len(fitting) > 1}
 
     def _go_on_without(self, flushes: tuple[int, ...], finding: Finding | None, is_last: bool) -> None:
         """Decide where a trial has shown nothing. Collective.

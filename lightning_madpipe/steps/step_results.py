@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,9 @@ from lightning_madpipe.steps.batches import join_pieces
 from lightning_madpipe.steps.logged_sizes import LoggedSizes, LogKey
 from lightning_madpipe.steps.metrics import MetricValue
 from lightning_madpipe.steps.micro_batches import LogCall, MicroBatch
+
+RULES = ("samples", "loss", "sum")
+"""How logged means are merged: weighted by samples, or as the loss is, or summed; the likeliest comes first."""
 
 
 class StepResult(NamedTuple):
@@ -81,6 +84,14 @@ def _numbers_in(value: Any, place: str) -> Iterator[tuple[str, float]]:
         isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
     ):
         yield place, float(value)
+
+
+def means_of(log_calls: Sequence[LogCall], names: Collection[str]) -> list[tuple[str, float]]:
+    """The numbers with these names that a step logs to be averaged."""
+    calls = [call for call in log_calls if call["name"] in names and _is_mean(call)]
+    plain = [call for call in calls if not isinstance(call["value"], MetricValue)]
+    values = _as_floats([call["value"] for call in plain])
+    return list(zip((call["name"] for call in plain), values, strict=True))
 
 
 def merged_logs(

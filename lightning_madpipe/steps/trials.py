@@ -42,7 +42,7 @@ from lightning_madpipe.steps.losses import (
     weights_of,
 )
 from lightning_madpipe.steps.micro_batches import MicroBatch
-from lightning_madpipe.steps.step_results import merged_logs, returned_numbers, rule_of, sizes_logged
+from lightning_madpipe.steps.step_results import RULES, merged_logs, returned_numbers, rule_of, sizes_logged
 from lightning_madpipe.steps.tensor_comparison import as_real
 from lightning_madpipe.steps.user_step import NoLossError, UserSteps
 from lightning_madpipe.steps.what_steps_leave import StepTraces, differences
@@ -173,7 +173,7 @@ def _compared(
     found = _as_trained(steps, module, run, joined, is_tuple, tolerance, whole, draws, fitting)
     if isinstance(found, Finding):
         return found
-    fitting = found
+    fitting, trained = found
     left_as_trained = traces.taken()
     bends, may_not = numbers.bends_of_batch(whole.operations)
     if may_not is None:
@@ -182,8 +182,7 @@ def _compared(
     assert best is not None
     shares = normalized(weights[best], best)
     assert shares is not None, "it fits"
-    for each, piece, share in zip(alike, pieces, shares, strict=True):
-        each.log_calls, each.share = piece.log_calls, float(share)
+    _note_logs(alike, pieces, shares)
     run.whole.log_calls = whole.log_calls
     return Finding(
         factors=factors,
@@ -198,7 +197,7 @@ def _compared(
         traces=tuple(
             differences(traces, left_by_whole, left_by_pieces, left_as_trained, total % len(run.sizes) == 0)
         ),
-        **_logs(run, alike, tolerance),
+        **_logs(run, [alike, trained] if trained else [alike], tolerance),
         wrong_results=tuple(wrong_results(whole, pieces, run.sizes, tolerance)),
     )
 
@@ -238,6 +237,11 @@ def _tried_parts(
     return pieces
 
 
+def _note_logs(parts: Sequence[MicroBatch], pieces: Sequence[Tried], shares: numpy.ndarray) -> None:
+    for part, piece, share in zip(parts, pieces, shares, strict=True):
+        part.log_calls, part.share = piece.log_calls, float(share)
+
+
 def _error_of_mean(whole: Tried, pieces: Sequence[Tried], sizes: Sequence[int]) -> float | None:
     """The relative error of the mean over samples; None: of labels that are all missing in a micro-batch."""
     mean = float(sum(piece.loss * size for piece, size in zip(pieces, sizes, strict=True)) / sum(sizes))
@@ -255,20 +259,21 @@ def _as_trained(
     whole: Tried,
     draws: _Draws,
     fitting: frozenset[Weight],
-) -> frozenset[Weight] | Finding:
+) -> tuple[frozenset[Weight], list[MicroBatch]] | Finding:
     """Those of the weights that explain the batch in the micro-batches that it is trained in, too.
 
     A trial cuts the batch unevenly, to see what grows with the samples, and so may put the one sample whose loss
     is clamped beside another one, with which it is not.
 
     Returns:
-        What is found instead where no weight does.
+        Also those micro-batches, with what they log; none where the trial's are cut alike. Or what is found
+        instead where no weight explains the batch.
     """
     sizes = [micro_batch.size for micro_batch in run.trained_as]
     outputs = None if sizes == run.sizes else _rows_of(run, joined, sizes)
     gradients = None if outputs is None else _rows_of(run, whole.gradients, sizes)
     if outputs is None or gradients is None:
-        return fitting
+        return fitting, []
     alike = [dataclasses.replace(each, seed=run.whole.seed) for each in run.trained_as]
     own = [
         tuple(tensor if row is None else row for tensor, row in zip(joined, rows, strict=True)) for rows in outputs
@@ -289,8 +294,11 @@ def _as_trained(
         if (values := values_of(key, weights)) is not None
         and fits(factors, losses, whole.loss, values, key, tolerance)
     )
-    if still:
-        return still
+    best = best_of(still)
+    shares = None if best is None else normalized(weights[best], best)
+    if shares is not None:
+        _note_logs(alike, pieces, shares)
+        return still, alike
     return Finding(why_not=UNEXPLAINED, relative_error=error)
 
 
@@ -418,22 +426,27 @@ def _passes_rows(whole: Tried, pieces: Sequence[Tried], sizes: Sequence[int]) ->
     )
 
 
-def _logs(run: BatchRun, alike: Sequence[Any], tolerance: float) -> dict[str, Any]:
-    """How each logged number of the micro-batches gives that of the batch, and those that none does."""
+def _logs(run: BatchRun, cuts: Sequence[Sequence[Any]], tolerance: float) -> dict[str, Any]:
+    """How each logged number of the micro-batches gives that of the batch, and those that none does.
+
+    Args:
+        cuts: The micro-batches of each way to cut the batch: by chance two rules may give the same in one of them.
+    """
     expected = dict(_numbers(merged_logs([run.whole])))
-    found: dict[str, Mapping[tuple[str, int], float]] = {
-        rule: dict(_numbers(merged_logs(alike, rule))) for rule in ("samples", "loss", "sum")
-    }
+    found = [{rule: dict(_numbers(merged_logs(parts, rule))) for rule in RULES} for parts in cuts]
     names = {call["name"]: rule_of(call) for call in run.whole.log_calls}
-    rules, wrong = {}, []
+    rules: dict[str, frozenset[str]] = {}
+    wrong = []
     for key, value in expected.items():
         limit = max(tolerance, 1e-5) * max(abs(value), 1e-6)
-        fitting = [rule for rule, values in found.items() if key in values and abs(values[key] - value) <= limit]
-        if not fitting:
-            wrong.append((key[0], found["samples"].get(key, numpy.nan), value, names[key[0]]))
-        elif fitting[0] != "samples":
-            rules[key[0]] = fitting[0]
-    logged = [each for micro_batch in alike for each in sizes_logged(micro_batch.log_calls)]
+        fitting = frozenset(RULES)
+        for values in found:
+            still = {rule for rule in fitting if abs(values[rule].get(key, numpy.nan) - value) <= limit}
+            if not still and fitting:
+                wrong.append((key[0], values["samples"].get(key, numpy.nan), value, names[key[0]]))
+            fitting &= still
+        rules[key[0]] = rules.get(key[0], fitting) & fitting
+    logged = [each for micro_batch in cuts[0] for each in sizes_logged(micro_batch.log_calls)]
     constants, counts = told_apart(list(sizes_logged(run.whole.log_calls)), logged)
     return {
         "log_rules": rules,

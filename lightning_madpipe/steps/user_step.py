@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -46,11 +47,11 @@ from lightning_madpipe.steps.loss_signs import (
     graph_of,
     kind_of,
 )
-from lightning_madpipe.steps.losses import Tried
+from lightning_madpipe.steps.losses import TOLERANCE, Tried
 from lightning_madpipe.steps.micro_batches import LogCall, MicroBatch
 from lightning_madpipe.steps.other_weights import loss_depends_on_weights, other_weight, uses_weights
 from lightning_madpipe.steps.own_generators import OwnGenerators
-from lightning_madpipe.steps.step_results import names_of_numbers
+from lightning_madpipe.steps.step_results import means_of, names_of_numbers
 from lightning_madpipe.steps.step_runs import StepRuns
 from lightning_madpipe.steps.step_side_effects import Leftovers, Place, reached_objects
 from lightning_madpipe.steps.tensor_comparison import as_real, has_gradient
@@ -62,6 +63,13 @@ SKIPPING = (
     "times 0 and set `self.skips = True` (else False), and in on_before_optimizer_step take the gradients away, "
     "`if self.skips: for p in self.parameters(): p.grad = None`; without that, or under stage=1, bf16 and fp16, "
     "momentum and weight decay change the weights, which one process leaves as they are"
+)
+
+
+UNSETTLED = (
+    "{step} logs {name!r}, and no batch that was tried shows whether that of a batch is the mean over samples, is "
+    "weighted as the loss is, or is a sum: until one does, it is the mean over samples. "
+    "MadPipeStrategy(loss='batch') runs the step once per batch"
 )
 
 
@@ -129,6 +137,11 @@ class UserSteps:
         self._tried_names: set[str] = set()
         """Names of numbers that tried steps have logged or returned."""
         self._times_new = 0
+        self.unsettled: Mapping[str, frozenset[str]] = {}
+        """Logged means of which nothing that was tried shows how they are merged, each with the rules that may."""
+        self._first_logged: dict[str, float] = {}
+        """What the first micro-batch of this batch logs of them."""
+        self._times_unsettled = 0
         self._rows: list[tuple[int, int] | None] | None = None
         """The dimension of the samples, and its length for each, in every tensor that a training step passes to
         ``forward``; None where all micro-batches pass the same."""
@@ -400,6 +413,27 @@ class UserSteps:
             self._tried_names |= new  # tried once, even if the trial does not come by them
             self._give_up(micro_batch)
 
+    def _check_logs(self, micro_batch: MicroBatch) -> None:
+        """Give the batch up, or say it, if rules of which none is known to hold would merge its logs otherwise.
+
+        An accuracy that is 0 in all that was tried is so by samples as by labels that count.
+        """
+        if micro_batch.place == 0:
+            self._first_logged = {}
+            if micro_batch.is_last:
+                return
+        for name, value in means_of(micro_batch.log_calls, self.unsettled):
+            first = self._first_logged.setdefault(name, value)
+            other = 0.0 if "sum" in self.unsettled[name] else first
+            if math.isclose(value, other, rel_tol=TOLERANCE) or micro_batch.is_retried:
+                continue
+            if self._is_watched(micro_batch) and self.gives_up and self._times_unsettled < MOST_TIMES_NEW:
+                self._times_unsettled += 1
+                micro_batch.is_retried = True
+                self._give_up(micro_batch)
+            self.has_seen_sign = True
+            self._say(UNSETTLED.format(step=micro_batch.step, name=name))
+
     def _give_up(self, micro_batch: MicroBatch) -> None:
         if not self.gives_up:
             self.has_seen_sign = True
@@ -639,6 +673,8 @@ class UserSteps:
             if self._is_watched(micro_batch):
                 self._check_graph(micro_batch, loss, ends)
                 self._check_names(micro_batch)
+            if self.unsettled and micro_batch.step == "training_step" and not self.rehearsing:
+                self._check_logs(micro_batch)
             if micro_batch.share == 0.0:
                 return _nothing_of(outputs)
             other = other_weight(self._module, loss, ends) if micro_batch.place == 0 and self._is_cut else None

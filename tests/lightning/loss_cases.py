@@ -93,6 +93,17 @@ class Masked(LanguageModel):
         return loss
 
 
+class LoggedLate(LanguageModel):
+    """Numbers that are 0 in the first four batches, of which trials show nothing, and then are not."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        labels, is_late = batch["labels"][:, 1:], batch_idx >= 4
+        known = (labels != -100).sum()
+        self.log("hits", (labels % 5 == 1).sum() * is_late / known, on_step=True, on_epoch=True)
+        self.log("hit count", (labels % 5 == 1).sum().float() * is_late)
+        return self.loss_of(batch)
+
+
 class CutToLongest(LanguageModel):
     """A batch is cut to its longest sample within the step, so that micro-batches have lengths of their own."""
 
@@ -867,6 +878,7 @@ def losses(host: Host) -> dict[str, Any]:
         "scaled inputs": lambda: fitted(host, ScaledInputs, with_outliers(64), max_epochs=1, batch_size=4),
         "hardest later": lambda: fitted(host, HardestLater, labelled(96), max_epochs=1),
         "named late": lambda: fitted(host, NamedLate, labelled(54), max_epochs=1),
+        "logged late": lambda: fitted(host, LoggedLate, texts(16) * 6, max_epochs=1),
         "in place": lambda: fitted(host, InPlace, labelled(54), labelled(21, 3)),
         "in place contrastive": lambda: fitted(
             host, InPlaceContrastive, labelled(54), labelled(21, 3), max_epochs=1

@@ -27,7 +27,7 @@ from lightning_madpipe.steps.losses import (
     views_of,
     weights_of,
 )
-from lightning_madpipe.steps.trials import wrong_results
+from lightning_madpipe.steps.trials import _logs, wrong_results
 from lightning_madpipe.steps.what_steps_leave import Trace, differences
 from tests.lightning.test_lightning_pipeline import Records, assert_same, records_of
 
@@ -82,6 +82,7 @@ FOUND: dict[str, tuple[bool, list[Any]]] = {
     "scaled inputs": (True, ["samples"]),
     "hardest later": (True, ["samples"]),
     "named late": (False, ["samples"]),
+    "logged late": (False, LABELS),
     "in place": (False, ["samples"]),
     "in place contrastive": (True, ["samples"]),
     "seeded": (True, ["samples"]),
@@ -170,6 +171,23 @@ def test_what_micro_batches_leave_otherwise_on_the_module_is_said_once(two: Reco
     assert "self.highest (MaxMetric) is" in said and "self.all (CatMetric) differs" in said
     assert not any(name in said for name in ("outputs", "names", "MeanMetric", "accuracy"))
     assert "loss='batch'" in said and not two.of("turned")["collecting"]["once"]
+
+
+def test_a_number_that_two_ways_to_merge_give_by_chance_is_not_settled() -> None:
+    """A batch's hits are all in two of its eight samples, with a quarter of its 28 labels: 1/28 by either weight.
+
+    The micro-batches of one sample, in which it is trained, were then merged by samples to 1/40.
+    """
+
+    def part(share: float, size: int, value: float) -> SimpleNamespace:
+        return SimpleNamespace(share=share, size=size, log_calls=[{"name": "hits", "value": value}])
+
+    by_three = [part(9 / 28, 3, 0.0), part(12 / 28, 3, 0.0), part(7 / 28, 2, 1 / 7)]
+    by_one = [*(part(21 / 28 / 6, 1, 0.0) for _ in range(6)), part(2 / 28, 1, 0.0), part(5 / 28, 1, 1 / 5)]
+    run: Any = SimpleNamespace(whole=part(1.0, 8, 1 / 28))
+    for cuts, rules in (([by_three], {"samples", "loss"}), ([by_three, by_one], {"loss"})):
+        found = _logs(run, cuts, 1e-5)
+        assert found["log_rules"] == {"hits": rules} and not found["wrong_logs"]
 
 
 def test_a_count_of_samples_that_a_step_returns_is_told_of() -> None:
