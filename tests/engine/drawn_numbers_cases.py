@@ -14,6 +14,8 @@ from deepspeed.runtime.dataloader import RepeatingLoader
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from deepspeed_partition.engine import PipelineModule
+from deepspeed_partition.engine.pipeline import drawing_layers
 from deepspeed_partition.engine.runtime import environment
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.warmup import run_plan
@@ -112,6 +114,13 @@ class Noisy(nn.Module):
         return x * next(self.noise)
 
 
+class Chance(nn.Module):
+    """Scales by a number of Python's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + random.random())
+
+
 class Samples(Dataset[Any]):
     """As many as nine micro-batches."""
 
@@ -162,7 +171,38 @@ def draws_that_cannot_be_the_same_are_said(_: Path) -> None:
     assert not any(sum("seed_layers sets it" in line for line in lines) for lines in gather_objects(said))
 
 
+def layers_that_draw_are_said_where_a_plan_moves_them(_: Path) -> None:
+    """Dropout got other numbers than on the cut of plain DeepSpeed, in silence."""
+    for method, boundaries, seeds, is_said in (
+        ("madpipe", [0, 3, 9], False, True),
+        ("madpipe", [0, 3, 9], True, False),
+        ("madpipe", None, False, False),  # the cut that it has without a plan
+        ([0, 3, 9], None, False, False),
+    ):
+        layers = [*mlp()[:2], nn.Dropout(0.1), *mlp()[2:6], Chance(), *mlp()[7:]]
+        said: list[str] = []
+        with patch.object(drawing_layers, "warn_once", lambda _, line: said.append(line)):  # noqa: B023
+            module = PipelineModule(layers, num_stages=2, loss_fn=loss_fn)
+            options = planned(boundaries or [*module.parts]) if method == "madpipe" else {}
+            engine, _, _ = start(layers, method, options, optimizer=two_groups, seed_layers=seeds)
+            engine.eval_batch(iter(batches(1)[0]))
+            for batch in batches(2):
+                engine.train_batch(iter(batch))
+        lines = [line for of_rank in gather_objects(said) for line in of_rank]
+        assert len(lines) == 2 * is_said, (method, boundaries, seeds, lines)
+        if is_said:
+            first, last = (line.partition(": which")[0] for line in lines)
+            assert (
+                first == "layers draw from the random generators of their rank (torch), such as layer 2 (Dropout)"
+            )
+            assert (
+                last == "layers draw from the random generators of their rank (random), such as layer 7 (Chance)"
+            )
+            assert all("the plan has made [0, 3, 9]" in line for line in lines), lines
+
+
 CASES = [
+    layers_that_draw_are_said_where_a_plan_moves_them,
     data_is_drawn_as_if_nothing_were_planned, a_generator_draws_lazily_as_if_nothing_were_measured,
     draws_that_cannot_be_the_same_are_said,
 ]  # fmt: skip

@@ -1095,6 +1095,44 @@ def layers_that_ask_for_their_rank_are_named(_: Path) -> None:
             assert lines == named | {f"{loss} on rank 1"}, lines
 
 
+class BornOnRank(nn.Module):
+    """Keeps the rank on which it was built."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        if way == "torch.distributed.get_rank()":
+            self.scale = 1 + dist.get_rank()
+        else:
+            self.scale = 1 + (_rank_of_helper() if way == "os.environ['RANK']" else len(way))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def layers_that_ask_for_their_rank_when_built_are_named(_: Path) -> None:
+    """A plan built them on another rank than DeepSpeed's cut, and they computed with that, in silence."""
+    ways = ["torch.distributed.get_rank()", "os.environ['RANK']", "no way"]
+    layers = [*mlp()[:2], *(LayerSpec(BornOnRank, way) for way in ways), *mlp()[2:]]
+    named = [f"layer {place} (BornOnRank) asks for its rank ({way}) when it is built"
+             for place, way in enumerate(ways[:2], 2)]  # fmt: skip
+    orders = plans.depth_first((0, 1), NUM_MICRO_BATCHES, 3)
+    plan = plans.plan_of(plans.chain_of(11), plans.platform_of(2), [0, 5, 11], (0, 1), orders=orders)
+    for method, options, cut_then in (
+        ("madpipe", planned([0, 5, 11]), None),
+        (plan, {}, None),
+        ([0, 2, 11], {}, None),
+        ([0, 2, 11], {}, [0, 5, 11]),
+    ):
+        said: list[str] = []
+        with patch.object(asked_ranks, "warn_once", lambda _, line: said.append(line)):  # noqa: B023
+            engine, _, _ = start(layers, method, options, optimizer=two_groups)
+            if cut_then is not None:
+                engine.recut(cut_then)
+            engine.train_batch(iter(batches(1)[0]))
+        lines = {line.partition(":")[0] for of_rank in gather_objects(said) for line in of_rank}
+        assert lines == ({*named} if cut_then or method in ("madpipe", plan) else set()), (method, cut_then, lines)
+
+
 # What layers keep beside parameters and buffers
 
 
@@ -1479,6 +1517,7 @@ def tensors_of_one_memory(_: Path) -> None:
 
 CASES = [
     calls_on_one_rank, layers_that_ask_for_their_rank_are_named,
+    layers_that_ask_for_their_rank_when_built_are_named,
     a_tensor_that_is_returned_twice, tensors_of_one_memory,
     what_an_optimizer_keeps_of_its_weights_goes_with_them,
     optimizers_that_see_a_part, schedules_that_see_a_part,

@@ -1,20 +1,21 @@
 """Layers and losses that ask for the rank that they run on, which a plan decides: each is said once.
 
 In plain DeepSpeed a layer runs on the rank of DeepSpeed's own cut. The first forward of each stage is watched,
-call by call, for the functions by which a program asks for its rank.
+and what builds layers, call by call, for the functions by which a program asks for its rank.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
 import deepspeed.comm
 import torch.distributed as dist
+from deepspeed.pipe import LayerSpec
 
 from deepspeed_partition.code_names import LIBRARIES, is_installed
 from deepspeed_partition.engine.pipeline.beside_layers import modules_of, name_of
@@ -25,6 +26,11 @@ ASKS = (
     "plain DeepSpeed on the rank of DeepSpeed's own cut. What it computes with the rank is then other. Let it go "
     "by something of its own, such as an argument of its LayerSpec"
 )
+ASKS_WHEN_BUILT = (
+    "{who} asks for its rank ({how}) when it is built: it is built on the rank where the plan puts it, and in "
+    "plain DeepSpeed on that of DeepSpeed's own cut. What it makes of the rank is then other. Let it go by "
+    "something of its own, such as an argument of its LayerSpec"
+)
 VARIABLES = ("RANK", "LOCAL_RANK")
 _FUNCTIONS: dict[CodeType, str] = {
     dist.get_rank.__code__: "torch.distributed.get_rank()",
@@ -32,6 +38,7 @@ _FUNCTIONS: dict[CodeType, str] = {
     deepspeed.comm.get_rank.__code__: "deepspeed.comm.get_rank()",
     deepspeed.comm.get_local_rank.__code__: "deepspeed.comm.get_local_rank()",
 }
+_BUILD = LayerSpec.build.__code__
 _ENVIRON = type(os.environ).__getitem__.__code__
 _READS = frozenset(each.__code__ for each in (os.getenv, type(os.environ).get))
 """Functions that read a variable by the one above."""
@@ -46,6 +53,24 @@ def ranks_told(functions: Sequence[Any], first: int, loss_fn: Any) -> Iterator[N
         first: The number of the first one.
         loss_fn: The loss function, if the stage is the last one.
     """
+    with _asking_told(lambda frame: _who(frame, functions, first, loss_fn), ASKS):
+        yield
+
+
+@contextmanager
+def ranks_told_in_build(specs: Sequence[Any]) -> Iterator[None]:
+    """Say once which layers ask for their rank while they are built meanwhile.
+
+    Args:
+        specs: The layers of the module, of which those are known that are built of a specification.
+    """
+    with _asking_told(lambda frame: _built(frame, specs), ASKS_WHEN_BUILT):
+        yield
+
+
+@contextmanager
+def _asking_told(who_asks: Callable[[FrameType | None], str | None], sentence: str) -> Iterator[None]:
+    """Say once of each that it asks for the rank meanwhile."""
     if sys.getprofile() is not None:  # a profiler of the program's: one at a time
         yield
         return
@@ -60,7 +85,7 @@ def ranks_told(functions: Sequence[Any], first: int, loss_fn: Any) -> Iterator[N
             caller = caller.f_back
         if caller is None or _is_librarys(caller):
             return
-        who = _who(caller, functions, first, loss_fn)
+        who = who_asks(caller)
         if who is not None and how not in found.setdefault(who, []):
             found[who].append(how)
 
@@ -71,7 +96,8 @@ def ranks_told(functions: Sequence[Any], first: int, loss_fn: Any) -> Iterator[N
         if sys.getprofile() is watched:
             sys.setprofile(None)
     for who, ways in found.items():
-        warn_once(f"asks for its rank/{who}", ASKS.format(who=who, how=", ".join(ways), rank=dist.get_rank()))
+        told = sentence.format(who=who, how=", ".join(ways), rank=dist.get_rank())
+        warn_once(f"asks for its rank/{who}/{sentence}", told)
 
 
 def _asked(frame: FrameType) -> str | None:
@@ -105,6 +131,17 @@ def _who(frame: FrameType | None, functions: Sequence[Any], first: int, loss_fn:
             return f"layer {first + place} ({name_of(functions[place])})"
         if loss_fn is not None and (frame.f_code is of_loss or own is loss_fn):
             return f"the loss function ({name_of(loss_fn)})"
+        frame = frame.f_back
+    return None
+
+
+def _built(frame: FrameType | None, specs: Sequence[Any]) -> str | None:
+    """The layer whose specification builds it, in a frame around this one."""
+    while frame is not None:
+        if frame.f_code is _BUILD:
+            spec = frame.f_locals["self"]
+            place = next((place for place, each in enumerate(specs) if each is spec), None)
+            return f"{'a layer' if place is None else f'layer {place}'} ({spec.typename.__name__})"
         frame = frame.f_back
     return None
 

@@ -17,6 +17,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.utils import partition_balanced
 from torch import nn
 
+from deepspeed_partition.engine.pipeline.asked_ranks import ranks_told_in_build
 from deepspeed_partition.engine.pipeline.shared_weights import tie_repeated_modules, warn_of_weights_apart
 from deepspeed_partition.engine.pipeline.stages import allocation_of, hold_stages, owner
 from deepspeed_partition.engine.runtime import accelerator
@@ -366,10 +367,12 @@ def partition_layers(
         place_layers(module, allocation_of(method))
         module.madpipe_cut = Cut("plan", method)
     elif asks_for_plan(method):
-        trainable, frozen = count_parameters(module)
+        with ranks_told_in_build(module._layer_specs):
+            trainable, frozen = count_parameters(module)
         boundaries = trial_boundaries(trainable, num_stages, frozen)
         place_layers(module, Allocation.contiguous(boundaries))
         module.madpipe_cut = Cut("trial")
+        module.cut_without_plan = boundaries
     elif isinstance(method, list | tuple):
         place_layers(module, Allocation.contiguous(check_boundaries(method, num_layers, num_stages)))
         module.madpipe_cut = Cut("boundaries")

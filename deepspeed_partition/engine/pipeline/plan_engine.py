@@ -29,6 +29,7 @@ from deepspeed_partition.engine.pipeline.batch_attempt import Batch
 from deepspeed_partition.engine.pipeline.batch_programs import program_of
 from deepspeed_partition.engine.pipeline.batch_state import BatchData, BatchState
 from deepspeed_partition.engine.pipeline.boundary_engine import AnyBoundaryEngine
+from deepspeed_partition.engine.pipeline.drawing_layers import draws_told
 from deepspeed_partition.engine.pipeline.lockstep import Lockstep
 from deepspeed_partition.engine.pipeline.plain_passes import IS_LOSS, PlainPasses, without_more
 from deepspeed_partition.engine.pipeline.replaced_instructions import (
@@ -173,7 +174,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
         self._replaced = Replaced(self)
         self._lockstep = Lockstep(self._pipelines())
         self._shared_outputs, self._backwards_looked_at = SharedOutputs(), set[int]()
-        self._forwards_looked_at = set[int]()
+        self._forwards_looked_at = set[tuple[int, bool]]()
         self._drawn_at_once = DrawnAtOnce()
         self._passes, self._is_plain = PlainPasses(self), False
         self._computations = {
@@ -351,6 +352,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
     def lower_anew(self) -> None:
         """Make the lists of instructions anew, where something has changed that they depend on."""
         self._lowered_lists.cache_clear()
+        self._forwards_looked_at.clear()
 
     def _lower(self, num_micro_batches: int, trains: bool, flushes: tuple[int, ...] | None) -> Program:
         plan = self.module.madpipe_cut.plan
@@ -666,11 +668,13 @@ class AnyPlanEngine(AnyBoundaryEngine):
         self.batch_data.settle(number)
 
     def _run_forward_on(self, forward: Compute, devices: Sequence[int]) -> None:
-        if forward.stage in self._forwards_looked_at:
+        kind = forward.stage, torch.is_grad_enabled()
+        if kind in self._forwards_looked_at:
             self._compute_forward(forward, devices)
             return
-        self._forwards_looked_at.add(forward.stage)
-        with self._ranks_told(forward.stage, is_last=forward.stage + 1 == len(devices)):
+        self._forwards_looked_at.add(kind)
+        is_last = forward.stage + 1 == len(devices)
+        with self._ranks_told(forward.stage, is_last=is_last), self._draws_told(forward.stage):
             self._compute_forward(forward, devices)
 
     def _ranks_told(self, stage: int, *, is_last: bool) -> AbstractContextManager[None]:
@@ -680,6 +684,17 @@ class AnyPlanEngine(AnyBoundaryEngine):
             return nullcontext()
         loss_fn = module.loss_fn if is_last else None
         return ranks_told(module._functions[stage], module.allocation.stages[stage].layers[0], loss_fn)
+
+    def _draws_told(self, stage: int) -> AbstractContextManager[None]:
+        """Say once which layers of a stage draw, where it is the plan that decides what else their rank draws."""
+        module: Any = self.module
+        if not self.watches_programs or self.num_stages == 1 or module.seed_layers or not torch.is_grad_enabled():
+            return nullcontext()
+        cut, allocation = module.madpipe_cut, module.allocation
+        is_plain = allocation.is_contiguous and list(allocation.boundaries) == module.cut_without_plan
+        if cut.is_of_program or cut.origin == "trial" or is_plain:
+            return nullcontext()
+        return draws_told(module, stage)
 
     def _compute_forward(self, forward: Compute, devices: Sequence[int]) -> None:
         stage, number, slot, state = forward.stage, forward.micro_batch, forward.slot, self.batch_state

@@ -19,6 +19,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.utils import set_random_seed
 from torch import nn
 
+from deepspeed_partition.engine.pipeline.asked_ranks import ranks_told_in_build
 from deepspeed_partition.engine.pipeline.beside_layers import (
     HAND_IT_ON,
     MISSED,
@@ -61,6 +62,8 @@ class StagesModule(deepspeed.pipe.PipelineModule):
     """The device of each stage; the pipeline's ranks are its devices."""
     forward_funcs: list[Any]
     madpipe_cut: Any
+    cut_without_plan: Sequence[int] | None = None
+    """The boundaries that layers have until a plan is made, which are DeepSpeed's own."""
     micro_offset: int
     _is_active = False
     _layer_specs: list[Any]
@@ -129,13 +132,15 @@ class StagesModule(deepspeed.pipe.PipelineModule):
         # Between two batches all stages have run equally often, also those that come from other ranks.
         self._num_forwards = dict.fromkeys(self.own_stages, self.micro_offset)
         specs = self._layer_specs
+        is_planned = self.madpipe_cut is not None and self.madpipe_cut.plan is not None
         # To DeepSpeed, copies of different forms are tied modules of different keys.
         self._layer_specs = self._specs_to_build()
         try:
             for stage in self.own_stages:
                 self._set_bounds(*self.allocation.stages[stage].layers)
                 self.forward_funcs = []
-                super()._build()
+                with ranks_told_in_build(self._layer_specs) if is_planned else nullcontext():
+                    super()._build()
                 self._functions[stage] = [unpacking(function) for function in self.forward_funcs]
         finally:
             self._layer_specs = specs
@@ -528,7 +533,9 @@ def hold_stages(module: deepspeed.pipe.PipelineModule, allocation: Allocation) -
 
 def hold_built_stages(module: deepspeed.pipe.PipelineModule) -> None:
     """Make a module that DeepSpeed has cut and built a :class:`StagesModule`, in place."""
-    hold_stages(module, Allocation.contiguous([int(cut) for cut in module.parts]))
+    parts = [int(cut) for cut in module.parts]
+    hold_stages(module, Allocation.contiguous(parts))
+    module.cut_without_plan = parts
     module.take_over()
 
 

@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
+from deepspeed_partition.engine.pipeline.asked_ranks import ranks_told_in_build
 from deepspeed_partition.engine.pipeline.module import (
     Cut,
     check_every_rank_trains,
@@ -184,7 +185,8 @@ def _build_missing(
                 if built[part.name] is not part.spec:
                     _empty(built[part.name], kept)
 
-    raised_together(build, grid.get_pipe_parallel_group())
+    with ranks_told_in_build(module._layer_specs):
+        raised_together(build, grid.get_pipe_parallel_group())
     return built
 
 

@@ -1,0 +1,75 @@
+"""Layers that draw from the random generators of their rank: which numbers they get, the cut decides.
+
+Each rank has generators of its own, torch's, Python's and NumPy's, and its layers draw from them one after the
+other. In plain DeepSpeed it is so, too, on its own cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from deepspeed_partition.engine.pipeline.beside_layers import name_of
+from deepspeed_partition.engine.pipeline.stages import StagesModule, allocation_in_words
+from deepspeed_partition.engine.runtime.environment import warn_once
+from deepspeed_partition.generators import common_states
+
+DRAW = (
+    "layers draw from the random generators of their rank ({names}), such as {who}: which numbers they get "
+    "depends on the other layers there, and so on the cut, which the plan has made {cut}. On the cut of plain "
+    "DeepSpeed, or in one process, they may be others for the same seed. seed_layers=True of PipelineModule gives "
+    "each layer a seed of its own, for the same numbers on every cut"
+)
+MOST_NAMED = 3
+
+
+class _LookedAt(list[Any]):
+    """Layers that run one after the other, and between which it is seen who has drawn.
+
+    Args:
+        functions: The layers.
+        first: The number of the first one.
+        drawn: Gets the names of generators by the numbers of layers.
+    """
+
+    def __init__(self, functions: list[Any], first: int, drawn: dict[int, set[str]]) -> None:
+        super().__init__(functions)
+        self._first, self._drawn = first, drawn
+
+    def __iter__(self) -> Iterator[Any]:
+        for place, function in enumerate(super().__iter__(), self._first):
+            before = common_states()
+            yield function
+            for name, state in common_states().items():
+                if state != before.get(name):
+                    self._drawn.setdefault(place, set()).add(name)
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        if not isinstance(place, slice):
+            return found
+        return _LookedAt(found, self._first + place.indices(len(self))[0], self._drawn)
+
+
+@contextmanager
+def draws_told(module: StagesModule, stage: int) -> Iterator[None]:
+    """Say once which layers of a stage of this rank draw from common generators meanwhile."""
+    functions, first = module._functions[stage], module.allocation.stages[stage].layers[0]
+    drawn: dict[int, set[str]] = {}
+    _let_run(module, stage, _LookedAt(functions, first, drawn))
+    try:
+        yield
+    finally:
+        _let_run(module, stage, functions)
+    if drawn:
+        named = [f"layer {place} ({name_of(functions[place - first])})" for place in sorted(drawn)]
+        names = ", ".join(sorted(set[str]().union(*drawn.values())))
+        cut = allocation_in_words(module.allocation)
+        warn_once(f"layers draw/{cut}", DRAW.format(names=names, who=", ".join(named[:MOST_NAMED]), cut=cut))
+
+
+def _let_run(module: StagesModule, stage: int, functions: list[Any]) -> None:
+    if module.forward_funcs is module._functions[stage]:
+        module.__dict__["forward_funcs"] = functions
+    module._functions[stage] = functions
