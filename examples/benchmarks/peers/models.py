@@ -5,7 +5,7 @@
         --mpp-llava FOLDER --llama-pipeline-parallel FOLDER --chatglm-finetuning FOLDER \
         --huggingface-utils FOLDER --qlora-pipe FOLDER --huggingface-utils-vit FOLDER --gdgpt-bloom FOLDER \
         --decentralized-fm FOLDER --fmengine FOLDER --bigscience-megatron FOLDER --minimal-llama FOLDER \
-        [--mode plain madpipe warm-up] [--zero 0 1] [--ranks 2]
+        --easyllm FOLDER [--mode plain madpipe warm-up] [--zero 0 1] [--ranks 2]
 
 Each FOLDER is a checkout of the public repository, whose own model code runs here on random text, tiny; nothing is
 downloaded. The LLaMA pipelines, ChatGLM and T5 need ``transformers==4.34.1``, BLOOM 4.37.2. Losses are compared
@@ -30,7 +30,7 @@ NAMES = [
     "gpt-neox", "megatron-deepspeed", "transpeeder", "gdgpt", "diffusion-pipe", "gpt-lite", "alexnet",
     "mpp-llava", "llama-pipeline-parallel", "chatglm-finetuning", "huggingface-utils", "qlora-pipe",
     "huggingface-utils-vit", "gdgpt-bloom", "decentralized-fm", "fmengine", "bigscience-megatron",
-    "minimal-llama",
+    "minimal-llama", "easyllm",
 ]  # fmt: skip
 MODES = ["plain", "madpipe", "warm-up"]
 NUM_AFTER = 6

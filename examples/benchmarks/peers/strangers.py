@@ -653,6 +653,42 @@ def _keep_on_cpu() -> None:
     torch.cuda.current_device = lambda: get_accelerator().current_device_name()  # type: ignore[assignment, return-value]
 
 
+def easyllm(folder: Path, num_steps: int) -> Built:
+    """ModelTC/EasyLLM: ``LlamaModelPipe``, with functions between its layers and a loss that is an object."""
+    allow_missing("flash_attn", "peft", "petrel_client", "sentencepiece", "tiktoken", "torchvision")
+    sys.path.insert(0, str(folder))
+    _keep_on_cpu()
+    from llm.utils.env import dist_env, setup_deepspeed_random_and_activation_checkpointing
+
+    dist_env.initialize_model_parallel(1, torch.distributed.get_world_size())
+    setup_deepspeed_random_and_activation_checkpointing(NUM_LAYERS, 1)
+    deepspeed.checkpointing._set_cuda_rng_state = torch.set_rng_state
+    dist_env.model_parallel_cuda_manual_seed(3)
+    from llm.models.mg_models.llama import transformer
+    from llm.models.mg_models.llama.llama import llama_custom
+
+    # The one for other types than bf16 takes no positions, which are given.
+    transformer.apply_rotary_pos_emb = transformer.apply_rotary_pos_emb_torch
+    module = llama_custom(
+        num_layers=NUM_LAYERS,
+        hidden_size=HIDDEN,
+        intermediate_size=2 * HIDDEN,
+        num_attention_heads=HEADS,
+        vocab_size=VOCABULARY,
+        seq_length=LENGTH,
+        micro_batch_size=SAMPLES_PER_MICRO_BATCH,
+        use_flash_attn=False,
+        checkpoint_activations=False,
+        sync_tp_duplicated_parameters=False,  # a mean that gloo does not have
+        transformer_layer_params={"masked_softmax_fusion": False, "bias_dropout_fusion": False},
+    )
+    positions = torch.arange(LENGTH).expand(SAMPLES_PER_MICRO_BATCH, -1)
+    mask = causal_mask().expand(SAMPLES_PER_MICRO_BATCH, -1, -1, -1)
+    weights = torch.ones(SAMPLES_PER_MICRO_BATCH, LENGTH)
+    data = [((text[:, :-1], positions, mask), (text[:, 1:].contiguous(), weights)) for text in tokens(num_steps)]
+    return module, data
+
+
 def draw_weights(module: PipelineModule) -> None:
     """Draw every weight from its name, which no cut changes. Layers that are built by rank draw as the cut is."""
     for name, parameter in module.named_parameters():
@@ -681,4 +717,5 @@ STRANGERS: dict[str, Callable[[Path, int], Built]] = {
     "fmengine": fmengine,
     "bigscience-megatron": bigscience,
     "minimal-llama": minimal_llama,
+    "easyllm": easyllm,
 }
