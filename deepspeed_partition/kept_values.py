@@ -21,7 +21,7 @@ import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from types import GeneratorType
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakSet, WeakValueDictionary
@@ -44,10 +44,11 @@ _GIVEN_AGAIN = (GeneratorType, enumerate, filter, map, zip, reversed, *(type(ite
 Say: TypeAlias = Callable[[str], object]
 """Is given what was done with a value that cannot be undone, in words that follow its name."""
 STAYS = (
-    "{name} ({kind}): {what} while layers or the loss function ran to be measured or tried, and that cannot be "
-    "undone: use an attribute, a list or a buffer in its place, or do it in the program's loop"
+    "{name} ({kind}): {what} {when}, and that cannot be undone: use an attribute, a list or a buffer in its "
+    "place, or do it in the program's loop"
 )
 """What is said once of a value that cannot be made what it was."""
+WHEN_TRIED = "while layers or the loss function ran to be measured or tried"
 DRAWN_EARLY = (
     "{name} ({kind}) draws from a common random generator ({generator}): its first items were drawn while layers "
     "or the loss function ran to be measured or tried, and are other numbers than without that. Let it draw from "
@@ -61,6 +62,7 @@ def _log(_: str, sentence: str) -> None:
     logger.warning(sentence)
 
 
+_when = WHEN_TRIED
 tell_once: Callable[[str, str], object] = _log
 """Says a sentence, known by a key; the engine, which knows what other ranks have said, has its own here."""
 
@@ -68,7 +70,22 @@ tell_once: Callable[[str, str], object] = _log
 def say_of(name: str, value: Any) -> Say:
     """What says once that something with a value of this name cannot be undone."""
     kind = type(value).__name__
-    return lambda what: tell_once(f"stays/{name}", STAYS.format(name=name, kind=kind, what=what))
+
+    def say(what: str) -> None:
+        tell_once(f"stays/{name}/{_when}", STAYS.format(name=name, kind=kind, what=what, when=_when))
+
+    return say
+
+
+@contextmanager
+def said_of(when: str) -> Iterator[None]:
+    """Let it be said of what is put back meanwhile, and stays, that it was changed then, in words."""
+    global _when
+    before, _when = _when, when
+    try:
+        yield
+    finally:
+        _when = before
 
 
 class Kept(NamedTuple):

@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 import random
+import sqlite3
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -663,6 +664,57 @@ def what_forgotten_forwards_draw(_: Path) -> None:
         assert not any("have drawn from a common" in line for line in lines), lines
 
 
+class Writing(nn.Module):
+    """Writes a line at each call in one of several ways."""
+
+    def __init__(self, way: str, path: str) -> None:
+        super().__init__()
+        self.linear, self.way, self.path = nn.Linear(8, WIDTH), way, path
+        if way == "appends":
+            self.log: Any = Path(path).open("a")  # noqa: SIM115
+        if way == "database":
+            self.rows = sqlite3.connect(path)
+            self.rows.execute("CREATE TABLE lines (number)")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.way == "opens":
+            with open(self.path, "a") as file:
+                file.write("line\n")
+        elif self.way == "saves":
+            torch.save(x.detach(), self.path)
+        elif self.way == "appends":
+            self.log.write("line\n")
+        elif self.way == "database":
+            self.rows.execute("INSERT INTO lines VALUES (1)")
+        return self.linear(x)
+
+
+def what_forgotten_forwards_write(folder: Path) -> None:
+    """Lines in files, and rows of databases, stood there twice, in silence."""
+    data = batches(4)
+    for way, words in (
+        ("opens", "forwards that ran ahead are forgotten, and have written to {path}: that stays"),
+        ("saves", "forwards that ran ahead are forgotten, and have written to {path}: that stays"),
+        ("appends", "log (TextIOWrapper): lines were added to it by forwards that ran ahead and are forgotten"),
+        ("database", "rows (Connection): 1 rows were changed by forwards that ran ahead and are forgotten"),
+        ("nothing", None),
+    ):
+        for rests in (True, False):
+            path = str(folder / f"{way}{rests}{dist.get_rank()}")
+            specs = [LayerSpec(Writing, way, path), *mlp()[1:]]
+            engine = begin(plan_for((0, 1), [0, 3, 8], "2bw"), OPTIMIZERS["sgd"], specs=specs)
+            items = mine(engine, data)
+            with heard() as lines:
+                for _ in range(4 if rests else 2):
+                    call(engine, items)
+                    if rests:
+                        engine.come_to_rest()
+            wanted = None if words is None or not rests else words.format(path=repr(path))
+            found = gather_objects([line for line in lines if "forgotten" in line])[0]
+            right = gather_objects(wanted is not None and any(wanted in line for line in found))[0]
+            assert (len(found), right) == (bool(wanted), bool(wanted)), (way, rests, found, lines)
+
+
 def two_iterators_in_turn(_: Path) -> None:
     """What forwards had run ahead on of the first iterator was lost with a rest on the second, in silence."""
     data = batches(8)
@@ -853,6 +905,7 @@ CASES = {
         figures_of_batches,
         what_layers_keep_in_attributes,
         what_forgotten_forwards_draw,
+        what_forgotten_forwards_write,
         two_iterators_in_turn,
         a_run_that_asks_for_another_mode_than_its_checkpoint_plans_anew,
         errors_in_a_layer_end_all_ranks,

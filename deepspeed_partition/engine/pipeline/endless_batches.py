@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from deepspeed_partition.dropped_writing import writing_noted
 from deepspeed_partition.engine.pipeline.batch_attempt import Batch, Failure
 from deepspeed_partition.engine.pipeline.before_step import SMALL_BYTES, Buffers
 from deepspeed_partition.engine.pipeline.beside_layers import name_of
 from deepspeed_partition.engine.runtime.environment import warn_here, warn_once
 from deepspeed_partition.generators import common_states, set_common_state
+from deepspeed_partition.kept_values import said_of
 from deepspeed_partition.profiling.attributes import HeldState, Known, Place
 
 SET_BETWEEN = (
@@ -28,6 +30,13 @@ STAYS = (
     "forwards that ran ahead are forgotten, and {owner} keeps tensors of more than 1 MiB that "
     "they have changed: register them as buffers"
 )
+
+WHEN_AHEAD = "by forwards that ran ahead and are forgotten"
+WRITTEN_AHEAD = (
+    "forwards that ran ahead are forgotten, and have written to {names}: that stays, and is written once more "
+    "when they run again. Write in the program's loop"
+)
+MOST_NAMED = 3
 
 DRAWN_AHEAD = (
     "forwards that ran ahead are forgotten, and others have drawn from a common random generator ({name}) since: "
@@ -160,13 +169,39 @@ class StateOfStages:
 
     def put_back(self, batch: int) -> None:
         """Let the forwards of a batch, and of those behind it, not have been."""
-        for kept in self._restore.values():
-            for restore in kept.get(batch, ()):
-                restore(self._set)
-            kept.clear()
+        with said_of(WHEN_AHEAD):
+            for kept in self._restore.values():
+                for restore in kept.get(batch, ()):
+                    restore(self._set)
+                kept.clear()
         for layers in self._layers.values():
             for held in layers:
                 held.state.let_iterators_stand_again()
+
+
+class WrittenAhead:
+    """What forwards have written to before the call of their batch, which nobody takes back."""
+
+    def __init__(self) -> None:
+        self._written: dict[int, list[str]] = {}
+        """In words, by the numbers of batches."""
+
+    @contextmanager
+    def noted(self, batch: int) -> Iterator[None]:
+        """Note what a forward writes to that runs ahead."""
+        found: list[str] = []
+        with writing_noted(found):
+            yield
+        if found:
+            self._written.setdefault(batch, []).extend(found)
+
+    def tell(self, batch: int) -> None:
+        """Say once what was written for this batch and those behind it, whose forwards are forgotten."""
+        names = {name: None for each, written in self._written.items() if each >= batch for name in written}
+        self._written.clear()
+        if names:
+            told = ", ".join([*names][:MOST_NAMED])
+            warn_once(f"written ahead/{told}", WRITTEN_AHEAD.format(names=told))
 
 
 class _Draws(NamedTuple):

@@ -33,6 +33,7 @@ from deepspeed_partition.engine.pipeline.endless_batches import (
     EndlessAttempt,
     HeldByLayer,
     StateOfStages,
+    WrittenAhead,
 )
 from deepspeed_partition.engine.pipeline.held_weights import (
     FlatBuffers,
@@ -211,6 +212,7 @@ class EndlessTraining:
         held = {stage: self._held_by(stage) if program.batches_ahead else [] for stage in own}
         self._state = StateOfStages(held, program.batches_ahead, self._mode)
         self._drawn_ahead = DrawnAhead(has_seeds=bool(module.seed_layers))
+        self._written_ahead = WrittenAhead()
 
     def _held_by(self, stage: int) -> list[HeldByLayer]:
         """What the layers of a stage hold; what their code can reach is looked for once for each."""
@@ -377,7 +379,10 @@ class EndlessTraining:
         engine.__dict__["_numbers_per_batch"] = self._per_batch
         runs_ahead = compute.kind == "F" and not self._is_trained_on(batch)
         try:
-            with self._drawn_ahead.noted(batch) if runs_ahead else nullcontext():
+            if runs_ahead:
+                with self._drawn_ahead.noted(batch), self._written_ahead.noted(batch):
+                    self._attempt.execute(compute)
+            else:
                 self._attempt.execute(compute)
         finally:
             engine.__dict__["_numbers_per_batch"] = 0
@@ -513,6 +518,7 @@ class EndlessTraining:
         self._norms.clear()
         self._state.put_back(self.num_trained)
         self._drawn_ahead.put_back(self.num_trained)
+        self._written_ahead.tell(self.num_trained)
         engine.total_loss = None
         engine.batch_state.clear()
         engine.let_batch_go()
