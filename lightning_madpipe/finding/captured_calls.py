@@ -13,15 +13,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
+from torch.nn import functional as F
 from torchmetrics import Metric
 
 from deepspeed_partition.capture.graph import Graph
 from deepspeed_partition.capture.recorder import patched
+from deepspeed_partition.capture.recording import Call
 from deepspeed_partition.capture.structure import flatten
 from deepspeed_partition.capture.tail import leave_out
 from lightning_madpipe.finding.captured_call import CapturedCall, OtherCallError
@@ -30,6 +33,12 @@ from lightning_madpipe.finding.step_call import SILENT, do_nothing, replaced, re
 
 _SIGNATURE = inspect.signature(lambda batch: None)
 WAY_OUT = "put what the step calls into forward(), and call self(...) there"
+
+BETWEEN = (
+    "{step} draws random numbers for a call of a module at {lines}, between its calls, and the layers would draw "
+    "other ones. Let it draw them before, and make one call that is given what is drawn, such as "
+    "self(x, torch.randn(len(x), 8)), whose forward() calls the modules; dropout can stand in forward() itself"
+)
 
 
 class CapturedCalls(CapturedCall):
@@ -54,12 +63,16 @@ class CapturedCalls(CapturedCall):
         self.made: tuple[str, ...] = ()
         """The modules that are called, in order."""
         self._in_place = ChangedInPlace()
+        self._drawn: tuple[str, ...] = ()
+        """The lines that draw what a call is given."""
         self._around_call: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._error: Exception | None = None
         self._found: tuple[int, Exception | None] = 0, None
         super().__init__(module, f"the modules of {step}()", (batch,), {}, first)
         if not self.made:
             raise OtherCallError(f"no call of {step} can be followed") from self._error
+        if self._drawn and "" not in self.made:
+            raise OtherCallError(BETWEEN.format(step=step, lines=" and ".join(self._drawn)))
         self._found = len(self.made), self._error
 
     def _signature_of(self, model: Any) -> inspect.Signature:
@@ -165,7 +178,18 @@ class CapturedCalls(CapturedCall):
                 needed.add(number)
                 waiting += graph.nodes[number].after
         leave_out(graph, {node.number for node in graph.nodes} - needed)
+        self._drawn = tuple(dict.fromkeys(self._lines_drawn_between(graph)))
         super()._cut(graph, training)
+
+    def _lines_drawn_between(self, graph: Graph) -> Iterator[str]:
+        """The lines of the step's own code, outside of its calls, by which numbers are drawn that a call is given.
+
+        The code of ``forward`` is among them where the step calls the module itself.
+        """
+        for call in (node.call for node in graph.nodes if len(node.call.scopes) == 1):
+            is_called = call.is_module and call.target in self.made
+            if not is_called and _draws(call):
+                yield Path(call.where).name
 
     def why_fewer(self) -> str:
         """Why the layers run fewer calls than the step has made since, with data; empty where they do not."""
@@ -212,9 +236,10 @@ class CapturedCalls(CapturedCall):
                     f"samples, such as len(x) for a size that is kept, or {WAY_OUT}"
                 )
             if given is None or found != path or not _same(given, (args, kwargs)):
+                draws = f" (random numbers are drawn at {' and '.join(self._drawn)})" if self._drawn else ""
                 raise OtherCallError(
-                    f"with something else than when its layers were found from the calls of {self._step}, or in "
-                    f"another order: {WAY_OUT}"
+                    f"with something else than when its layers were found from the calls of {self._step}{draws}, "
+                    f"or in another order: {WAY_OUT}"
                 )
             return self._in_place.happen(number, (args, kwargs), returned, after)
 
@@ -224,6 +249,14 @@ class CapturedCalls(CapturedCall):
     def modules(self) -> dict[str, nn.Module]:
         """The modules that are called."""
         return {path: self.model.get_submodule(path) for path in self.made}
+
+
+def _draws(call: Call) -> bool:
+    """Whether a torch function draws, or a module by one; of modules that were run alone nobody knows."""
+    if call.is_module:
+        return any(map(_draws, call.calls))
+    # Attention has a dropout of its own, which seldom draws.
+    return call.effects.random and call.target is not F.scaled_dot_product_attention
 
 
 def _zero(*_: Any, **__: Any) -> Tensor:

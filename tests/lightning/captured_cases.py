@@ -465,6 +465,11 @@ def changing_number(host: cases.Host) -> dict[str, Any]:
     return trained(host, ChangingNumber, cases.loader(48))
 
 
+def sampled_before(host: cases.Host) -> dict[str, Any]:
+    """What the refusal of ``Sampling`` says."""
+    return trained(host, SampledBefore, cases.loader(48))
+
+
 def several_calls_kept(host: cases.Host) -> dict[str, Any]:
     """The step was refused for reading "what self.forward() or a layer sets", which it had set itself."""
     return trained(host, SeveralCallsKept, cases.loader(48))
@@ -1113,6 +1118,44 @@ class Noisy(SeveralCalls):
         return F.mse_loss(self.decoder(hidden + torch.randn_like(hidden)), batch[0])
 
 
+class Sampling(SeveralCalls):
+    """Draws from a generator of its own what one of its calls is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        chosen = torch.randint(0, 9, (4,), generator=torch.Generator().manual_seed(batch_idx))
+        return (self.encoder(batch[0]).sum(1, keepdim=True) * self.table(chosen).sum()).square().mean()
+
+
+class Dropping(SeveralCalls):
+    """Drops between two calls, by a module that has no weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return F.mse_loss(self.decoder(self.drop(self.encoder(batch[0]))), batch[0])
+
+
+class SampledBefore(Sampling):
+    """Does what the refusal says."""
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.decoder(self.encoder(x)).sum(1, keepdim=True), self.table(chosen)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        chosen = torch.randint(0, 9, (4,), generator=torch.Generator().manual_seed(batch_idx))
+        x, rows = self(batch[0], chosen)
+        return torch.tanh(x * rows.mean()).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self(batch[0], torch.arange(4))[0].square().mean())
+
+
 class NoCall(SeveralCalls):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return F.linear(batch[0], self.encoder[0].weight).square().mean()
@@ -1537,7 +1580,8 @@ class Twice(nn.Module):
 def refused_modules(host: cases.Host) -> dict[str, Any]:
     found = {}
     for build in (
-        Noisy, NoCall, OtherOrder, ChangingCall, Branching, BranchingInside, BranchingLoss, Resized, Generating,
+        Noisy, Sampling, Dropping, NoCall, OtherOrder, ChangingCall, Branching, BranchingInside, BranchingLoss,
+        Resized, Generating,
         Unequal, Attached, RateInForward, RateOfTrainer, Carrying, CarryingForBatches, CarryingByLayers,
         MixedWindow, ByChance, ByChanceFound, Adjacent, AdjacentInLayers, AdjacentBefore, SparseRows,
         FeaturedDeciding,
@@ -1636,6 +1680,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         several_calls_adding,
         changing_number,
         several_calls_kept,
+        sampled_before,
         one_block_thrice,
         deciding_blocks,
         deciding_model,

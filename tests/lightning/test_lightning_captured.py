@@ -26,8 +26,11 @@ def test_dropout_draws_from_the_seed(two: Records) -> None:
 @pytest.mark.parametrize(
     "module, sentence",
     [
-        ("Noisy", "training_step calls self.decoder() with something else than when its layers were found"),
-        ("Noisy", "put what the step calls into forward(), and call self(...) there"),
+        # None of them named the draw; the ways out of the second were refused in turn.
+        ("Noisy", "training_step draws random numbers for a call of a module at captured_cases.py:"),
+        ("Sampling", "training_step draws random numbers for a call of a module at captured_cases.py:"),
+        ("Sampling", "one call that is given what is drawn, such as self(x, torch.randn(len(x), 8))"),
+        ("Dropping", "; dropout can stand in forward() itself"),
         ("NoCall", "calls neither self() nor a module whose weights are trained"),
         ("NoCall", "unknown. Change that, or name the layers: write `def pipeline_layers(self): return [self"),
         ("OtherOrder", "runs its modules in another order in evaluation, near "),
