@@ -29,7 +29,10 @@ LINKS = (0.5, 1, 2, 4, FREE)
 def random_problem(pick: random.Random, seed: int) -> Problem:
     """Any term of a chain and a platform, a step of one or several batches, several pipelines, recomputation."""
     made, platform = random_instance(seed, most_layers=8, most_devices=5)
-    platform = replace(platform, bandwidth=pick.choice(LINKS), comm_buffers=pick.choice([0, 1, 2, 2, 3]))
+    platform = replace(
+        platform, bandwidth=pick.choice(LINKS), comm_buffers=pick.choice([0, 1, 2, 2, 3]),
+        operation_seconds=pick.choice([0, 0, 1]),
+    )  # fmt: skip
     m = pick.randint(1, 9)
     problem = replace(problem_of(made, replace(platform, memory_bytes=10**9)), num_micro_batches=m)
     if pick.random() < 0.3:
@@ -109,6 +112,17 @@ def test_equal_layers_take_work_fill_and_drain(num_devices: int, m: int) -> None
     assert contiguous.step_seconds == contiguous.step_lower_bound_seconds == 3 * (m + num_devices - 1)
     assert contiguous.step_proved and contiguous.step_gap == 0
     assert contiguous.step_lower_bound_seconds >= plan_of(made, platform, m).step_lower_bound_seconds
+
+
+def test_what_operations_take_beside_their_layers_counts() -> None:
+    """One device: there is nothing to search, and its step is proved. Two: each has a stage at least."""
+    made = chain([1] * 30, [2] * 30)
+    platform = Platform(num_devices=1, memory_bytes=10**6, bandwidth=FREE, operation_seconds=40)
+    plan = plan_of(made, platform, 8)
+    assert plan.step_seconds == plan.step_lower_bound_seconds == 8 * (90 + 2 * 40)
+    assert plan.step_proved
+    two = plan_of(made, replace(platform, num_devices=2), 8)
+    assert 8 * (45 + 2 * 40) < two.step_lower_bound_seconds <= two.step_seconds
 
 
 def test_layers_that_cannot_be_shared_out_evenly() -> None:

@@ -78,7 +78,8 @@ class GroupSearch:
         self.random, self.draws = Random(SEED), np.random.default_rng(SEED)
         of_step = 8 * self.problem.platform.num_devices * self.m
         self.events_left = min(MOST_EVENTS, MOST_STEPS * of_step)
-        if self.events_left < FEWEST_STEPS * of_step or self.problem.chain.num_layers < FEWEST_LAYERS:
+        is_short = self.problem.chain.num_layers < FEWEST_LAYERS or self.problem.platform.num_devices == 1
+        if is_short or self.events_left < FEWEST_STEPS * of_step:
             self.events_left = 0
 
     def run(self, lower_bound: Callable[[], int]) -> None:

@@ -17,6 +17,8 @@ compute, and weights stay all the time. What a device can have is less than its 
   counts layers (dual feasible functions; S. Fekete and J. Schepers, "New classes of fast lower bounds for bin
   packing problems", 2001).
 
+A forward and a backward of one stage take what they take beside their layers, on each device.
+
 Besides there are the path of a micro-batch, each layer alone with its memory, and links. All times are least ones:
 without recomputation, without transfers that an allocation might avoid. Memory counts what any order holds:
 gradients come in the middle of a step, and layers that may be recomputed may keep nothing.
@@ -104,11 +106,14 @@ class StepBounds:
         self.size = chain.num_layers
         self.num_devices = min(platform.num_devices, self.size)
         allreduce = [times.clock.ticks(each) for each in problem.allreduce_seconds(tuple(range(self.size + 1)))]
-        longest = 4 * self.m * (int(times.compute[-1]) + int(times.round_trip.sum())) + max(allreduce)
+        most = int(times.compute[-1]) + int(times.round_trip.sum()) + times.operation
+        longest = 4 * self.m * most + max(allreduce)
         self.unit = 1 + longest // 2**62
         """Ticks in which everything here is counted, rounded down, so that sums have 64 bits."""
         self.f, self.b = np.diff(times.forward) // self.unit, np.diff(times.backward) // self.unit
         self.F, self.B, self.send = _prefix(self.f), _prefix(self.b), times.one_way[:-1] // self.unit
+        self.beside = self.m * (times.operation // self.unit)
+        """Ticks that the forwards of a device take beside its layers, or its backwards, at least: one stage's."""
         self.c, self.C = self.f + self.b, self.F + self.B
         self.on_link = self.m + (1 if platform.duplex == "full" else self.m)
         """Tensors that go over a link one after the other at the least: all both ways, or where directions do not
@@ -208,15 +213,16 @@ class StepBounds:
     def _longest(self) -> int:
         """Return ticks in which everything may run, one after the other, on one device."""
         return int(
-            self.m * self.C[-1] + self.head.max() + self.tail.max() + self.last_forward + self.first_backward
-        )
+            self.m * self.C[-1] + 2 * self.beside
+            + self.head.max() + self.tail.max() + self.last_forward + self.first_backward
+        )  # fmt: skip
 
     def _of_layers(self) -> Integers:
         """Return the ticks that the step needs for each layer, shape (L,)."""
         m, F, B = self.m, self.F, self.B
-        work = F[:-1] + m * self.c + self.after
-        backwards = self.first_backward + B[-1] - B[1:] + m * self.b + self.after
-        forwards = F[:-1] + m * self.f + F[-1] - F[1:] + self.last_forward
+        work = F[:-1] + m * self.c + 2 * self.beside + self.after
+        backwards = self.first_backward + B[-1] - B[1:] + m * self.b + self.beside + self.after
+        forwards = F[:-1] + m * self.f + self.beside + F[-1] - F[1:] + self.last_forward
         result: Integers = np.maximum(np.maximum(work, backwards), forwards)
         if self.flushes_once:
             result = np.maximum(result, work + self.C[-1] - self.C[1:])
@@ -234,7 +240,7 @@ class StepBounds:
         For each number of devices, what they compute and idle is no more than their time, and what is stashed no
         more than the memory that weights leave; layers that may run twice are the cheapest that make it so.
         """
-        idle: list[int] = self.least_idle
+        idle = [least + 2 * self.beside * count for count, least in enumerate(self.least_idle)]
         best: Fraction | None = None
         stashed = sum(
             self.problem.chain.stash(layer) * int(self.C[-1] - self.C[index])
@@ -273,9 +279,9 @@ class StepBounds:
     def _decisions(self) -> list[Callable[[int], bool]]:
         """Return questions whether a step may take T ticks; a no holds for smaller T, too."""
         kinds = (
-            (_Layers(self.c, self._sums(self.c), self._most_compute()), self.head + self.tail),
-            (_Layers(self.f, self._sums(self.f)), self.head + self.last_forward),
-            (_Layers(self.b, self._sums(self.b)), self.first_backward + self.tail),
+            (_Layers(self.c, self._sums(self.c), self._most_compute()), self.head + self.tail + 2 * self.beside),
+            (_Layers(self.f, self._sums(self.f)), self.head + self.last_forward + self.beside),
+            (_Layers(self.b, self._sums(self.b)), self.first_backward + self.tail + self.beside),
         )
         result = [self._by_numbers(layers, idle, 1) for layers, idle in kinds]
         result += [
