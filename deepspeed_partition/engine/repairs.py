@@ -27,7 +27,7 @@ TO_CLIP_ALIKE = (
 SETTINGS_OF_BOTH = {"lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode"}
 """The settings that torch's Adam and DeepSpeed's take alike."""
 PIECE_NUMBERS, MOST_PIECES = 2**15, 16
-"""Numbers of a gradient that its norm is taken of at once, at least, and the number of its pieces, at most."""
+"""Numbers that a norm is taken of at once, at least, and the number of pieces that all of a rank make, at most."""
 _told: set[str] = set()
 
 
@@ -189,11 +189,16 @@ def let_stages_differ(optimizer: Any, stages: dist.ProcessGroup, device: torch.d
         _take_part_in_norms(optimizer, int(num_groups) - len(optimizer.bit16_groups))
 
 
-def pieces_of(gradient: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return views of a gradient that make it up, of at most a sixteenth of it or ``PIECE_NUMBERS`` numbers."""
-    if not gradient.numel() or not gradient.is_contiguous():
-        return [gradient]
-    return gradient.view(-1).split(max(PIECE_NUMBERS, -(-gradient.numel() // MOST_PIECES)))
+def in_pieces(gradients: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+    """Return for each gradient views that make it up, of at most a sixteenth of all numbers or ``PIECE_NUMBERS``.
+
+    Each piece is a kernel or two more. So what is small beside the whole stays whole.
+    """
+    most = max(PIECE_NUMBERS, -(-sum(gradient.numel() for gradient in gradients) // MOST_PIECES))
+    return [
+        gradient.view(-1).split(most) if gradient.numel() > most and gradient.is_contiguous() else [gradient]
+        for gradient in gradients
+    ]
 
 
 def _take_norms_in_pieces(optimizer: DeepSpeedZeroOptimizer) -> None:
@@ -201,8 +206,8 @@ def _take_norms_in_pieces(optimizer: DeepSpeedZeroOptimizer) -> None:
     norm_of: Callable[..., torch.Tensor] = optimizer.get_grad_norm_direct
 
     def norm_of_pieces(gradients: Iterable[Any], params: Iterable[Any], norm_type: int = 2) -> torch.Tensor:
-        own = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
-        pairs = [(piece, param) for each, param in zip(own, params, strict=False) for piece in pieces_of(each)]
+        own = [gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False)]
+        pairs = [(piece, param) for each, param in zip(in_pieces(own), params, strict=False) for piece in each]
         return norm_of([piece for piece, _ in pairs], [param for _, param in pairs], norm_type)
 
     optimizer.get_grad_norm_direct = norm_of_pieces
@@ -323,7 +328,7 @@ def _allow_nothing_to_count(optimizer: BF16_Optimizer, device: torch.device) -> 
         found = gradients_of(for_clipping)
         if for_clipping:
             return found
-        pieces = [piece for gradient in found[0] for piece in pieces_of(gradient)]  # each is copied in fp32
+        pieces = [piece for pieces in in_pieces(found[0]) for piece in pieces]  # each is copied in fp32
         return pieces or [torch.zeros(1, device=device)], found[1]
 
     optimizer.get_grads_for_norm = gradients_or_zero

@@ -256,3 +256,14 @@ def test_arrivals_are_seen_on_one_stream_per_peer_in_all_steps(monkeypatch):
             assert arrivals.watch(peer, [Mock()], lambda _: None)
         arrivals.close()
     assert len(set(Streams.entered)) == 2
+
+
+def test_norms_are_taken_of_pieces_where_a_gradient_is_large() -> None:
+    """A piece is a kernel or two: a gradient that is small beside the others stays whole, a large one does not."""
+    small, large, across = torch.rand(50, 1000), torch.rand(1000, 1000), torch.rand(1000, 1000).t()
+    pieces = repairs.in_pieces([small, large, across])
+    most = max(repairs.PIECE_NUMBERS, (small.numel() + 2 * large.numel()) // repairs.MOST_PIECES + 1)
+    assert [len(each) for each in pieces] == [1, -(-large.numel() // most), 1]
+    for gradient, each in zip((small, large), pieces[:2], strict=True):
+        assert torch.equal(torch.cat([piece.view(-1) for piece in each]), gradient.view(-1))
+        assert all(piece.numel() <= most for piece in each)
