@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +113,8 @@ def refuse_other_calls(
         )
 
     target = module if attribute == "forward" else module.get_submodule(attribute)
+    with suppress(ValueError, TypeError):  # of code that is not Python's
+        refuse.__signature__ = inspect.signature(target.forward)  # type: ignore[attr-defined]
     # In the instance dictionary, where steps put theirs meanwhile. A Sequential stays readable, layer by layer.
     before = vars(target).get("forward")
     object.__setattr__(target, "forward", refuse)

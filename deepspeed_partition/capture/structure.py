@@ -37,10 +37,14 @@ class Leaf:
 class Node:
     """A container: its parts, and what makes one of them."""
 
-    __slots__ = ("make", "names", "parts")
+    __slots__ = ("make", "names", "parts", "places")
 
-    def __init__(self, make: Callable[[list[Any]], Any], parts: list[Any], names: list[str]) -> None:
+    def __init__(
+        self, make: Callable[[list[Any]], Any], parts: list[Any], names: list[str], places: list[str]
+    ) -> None:
         self.make, self.parts, self.names = make, parts, names
+        self.places = places
+        """How code names each part, behind the container."""
 
     def build(self, leaves: Iterator[Any]) -> Any:
         return self.make([part.build(leaves) for part in self.parts])
@@ -69,13 +73,24 @@ def names_of(structure: Structure, name: str = "") -> list[str]:
     return [found for part, each in zip(structure.parts, own, strict=True) for found in names_of(part, each)]
 
 
+def written_names_of(structure: Structure, name: str) -> list[str]:
+    """How code names each leaf of what it calls ``name``: ``batch['lengths'][0]``."""
+    if isinstance(structure, Leaf):
+        return [name]
+    both = zip(structure.parts, structure.places, strict=True)
+    return [found for part, place in both for found in written_names_of(part, f"{name}{place}")]
+
+
 def _flatten_into(value: Any, leaves: list[Any]) -> Structure:
     taken_apart = _taken_apart(value)
     if taken_apart is None:
         leaves.append(value)
         return LEAF
     parts, names, make = taken_apart
-    return Node(make, [_flatten_into(part, leaves) for part in parts], names)
+    places = [f"[{each}]" if each.isdigit() else f".{each}" for each in names]
+    if isinstance(value, dict):
+        places = [f"[{key!r}]" for key in value]
+    return Node(make, [_flatten_into(part, leaves) for part in parts], names, places)
 
 
 def _taken_apart(value: Any) -> tuple[list[Any], list[str], Callable[[list[Any]], Any]] | None:

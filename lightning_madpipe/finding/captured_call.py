@@ -22,7 +22,7 @@ from deepspeed_partition.capture import CaptureError, capture
 from deepspeed_partition.capture.coarse import deciding, undivided
 from deepspeed_partition.capture.graph import Graph
 from deepspeed_partition.capture.model_layers import OtherCall
-from deepspeed_partition.capture.structure import build, flatten, names_of
+from deepspeed_partition.capture.structure import build, flatten, written_names_of
 from deepspeed_partition.capture.tail import Tail, cut_tail
 from deepspeed_partition.engine.captured_model import layers_of_captured
 from deepspeed_partition.engine.pipeline.shared_weights import TiedModule
@@ -44,6 +44,12 @@ CHOICE = (
 
 NUMBER = ". A number that is only computed with is handed as a tensor: {name}=torch.tensor(...)"
 """What to do where a number changes from batch to batch."""
+
+NUMBERS = (
+    ". Let {name} be a tensor, as a collate_fn makes it by torch.tensor(...), or leave it out of what is handed "
+    "to forward() where that does not read it"
+)
+"""What to do where a number within an argument does."""
 
 
 class OtherCallError(ValueError):
@@ -227,18 +233,22 @@ class CapturedCall:
             before, now = known.get(name), given.get(name)
             if not _alike(before, now):
                 begins = f"; {FROM_THE_FIRST}" if isinstance(now, Tensor) and before is None else ""
-                number = NUMBER.format(name=name) if _is_number(before) and _is_number(now) else ""
+                within = not name.isidentifier()
+                given_now = f"without {name}" if within and now is None else f"with {name}={_shown(now)}"
+                found_for = "without it" if within and before is None else f"for {name}={_shown(before)}"
                 raise OtherCallError(
-                    f"with {name}={_shown(now)}, and its layers were found for {name}={_shown(before)}: call it "
-                    f"alike in all steps, in whose tensors alone batches differ{begins}{number}"
-                    f"{CHOICE * (not begins)}"
+                    f"{given_now}, and its layers were found {found_for}: call it alike in all steps, in whose "
+                    f"tensors alone batches differ{begins}{_what_to_do(name, before, now) * (not begins)}"
                 )
 
     def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Everything that a call is given, by name; what is None is as if it were left out."""
         args, kwargs = self._in_order(args, kwargs)
-        leaves, structure = flatten(dict(self._signature.bind(*args, **kwargs).arguments))
-        return {name: leaf for name, leaf in zip(names_of(structure), leaves, strict=True) if leaf is not None}
+        found: dict[str, Any] = {}
+        for name, value in self._signature.bind(*args, **kwargs).arguments.items():
+            leaves, structure = flatten(value)
+            found.update(zip(written_names_of(structure, name), leaves, strict=True))
+        return {name: leaf for name, leaf in found.items() if leaf is not None}
 
     def as_called(self) -> AbstractContextManager[None]:
         """A context in which a call of the model is what the step calls."""
@@ -292,6 +302,11 @@ class CapturedCall:
         return bound.args, bound.kwargs
 
 
+def verb(called: str, singular: str) -> str:
+    """A verb behind ``called``, of which some are several."""
+    return singular.removesuffix("s") if called.startswith("the modules of ") else singular
+
+
 def kind_of_sizes(tensors: Iterable[Tensor]) -> Hashable:
     """Which sizes are 1: for one sample, or one word, a model's code often goes another way."""
     return tuple(tuple(size == 1 for size in tensor.shape) for tensor in tensors)
@@ -306,6 +321,14 @@ def _alike(before: Any, now: Any) -> bool:
         return before is now or (type(before) is type(now) and bool(before == now))
     except (TypeError, ValueError, RuntimeError):  # arrays, which have no single answer
         return False
+
+
+def _what_to_do(name: str, before: Any, now: Any) -> str:
+    """What to do where arguments that are no tensors change from batch to batch."""
+    if not name.isidentifier() and (_is_number(before) or _is_number(now)):
+        owner = name.rpartition("[")[0] if name.endswith("]") else name
+        return NUMBERS.format(name=owner)
+    return NUMBER.format(name=name) * (_is_number(before) and _is_number(now)) + CHOICE
 
 
 def _is_number(value: Any) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from deepspeed_partition.capture.structure import flatten
 from deepspeed_partition.code_names import function_of, is_librarys, names_in
+from lightning_madpipe.finding.captured_call import verb
 from lightning_madpipe.finding.captured_calls import WAY_OUT, CapturedCalls
 from lightning_madpipe.module import PipelineCall, called_as_written
 from lightning_madpipe.steps.forward_reads import Read
@@ -124,8 +125,9 @@ class CapturedCheck(LayerCheck):
         asked = [str(read) for read in self._reads if read.is_of_the_trainer]
         if asked:
             self._notes.append(
-                f"{self._call.called} of {self._name} reads {', '.join(asked[:3])}, which its layers have as "
-                "it was when they were found: they are compared with it again at the start of each epoch"
+                f"{self._call.called} of {self._name} {verb(self._call.called, 'reads')} {', '.join(asked[:3])}, "
+                "which its layers have as it was when they were found: they are compared with it again at the "
+                "start of each epoch"
             )
         if self._mode:
             self._note_writes()
@@ -145,8 +147,9 @@ class CapturedCheck(LayerCheck):
                 told.add(write.path)
                 self._notes.append(
                     f"{write.hook} sets self.{write.path} ({write.line}), which {self._call.called} of "
-                    f"{self._name} reads, and the layers that were found have what it is now: if a later change "
-                    "makes the model compute something else, the run ends there. Let the attribute be a tensor "
+                    f"{self._name} {verb(self._call.called, 'reads')}, and the layers that were found have what "
+                    "it is now: if a later change makes the model compute something else, the run ends there. Let "
+                    "the attribute be a tensor "
                     f"that the hook changes in place (self.{write.path}.fill_(...)), use it in the step, or write "
                     f"pipeline_layers()"
                 )

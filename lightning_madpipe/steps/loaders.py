@@ -36,7 +36,7 @@ class EvenLoader:
             if not everyone_has:
                 if not nobody_has:
                     announce(
-                        f"madpipe: the data of some ranks ends after {num_batches} batches: the epoch ends there "
+                        f"the data of some ranks ends after {num_batches} batches: the epoch ends there "
                         "for all, and the rest of the others' data is dropped"
                     )
                 return

@@ -115,7 +115,7 @@ class SameBatches:
         """Print ``sentence``, if it is one, the first time."""
         if sentence is not None and sentence not in self._told:
             self._told.add(sentence)
-            announce(f"madpipe: {sentence}", logging.WARNING)
+            announce(sentence, logging.WARNING)
 
     def _somebody_reads(self, step: str) -> bool:
         """Whether what ``step`` returns is worth sending: to a hook that is not Lightning's, or to the caller."""

@@ -1179,6 +1179,19 @@ class ChangingCall(OtherOrder):
         return self(batch[0], scale=1.0 + self.global_step).square().mean()
 
 
+class NumbersInBatch(OtherOrder):
+    """Its batches have a list of numbers, which is longer where it validates."""
+
+    def forward(self, given: Any) -> torch.Tensor:  # type: ignore[override]
+        return self.decoder(self.encoder(given["x"]))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self({"x": batch[0], "lengths": [3]}).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self({"x": batch[0], "lengths": [3, 5][: 1 + batch_idx]}).square().mean())
+
+
 class ChangingNumber(OtherOrder):
     """Does what the refusal of the one before says: hands the number as a tensor."""
 
@@ -1581,6 +1594,7 @@ def refused_modules(host: cases.Host) -> dict[str, Any]:
     found = {}
     for build in (
         Noisy, Sampling, Dropping, NoCall, OtherOrder, ChangingCall, Branching, BranchingInside, BranchingLoss,
+        NumbersInBatch,
         Resized, Generating,
         Unequal, Attached, RateInForward, RateOfTrainer, Carrying, CarryingForBatches, CarryingByLayers,
         MixedWindow, ByChance, ByChanceFound, Adjacent, AdjacentInLayers, AdjacentBefore, SparseRows,
@@ -1604,11 +1618,13 @@ def refused_modules(host: cases.Host) -> dict[str, Any]:
         if issubclass(build, Adjacent):
             graph = (torch.eye(16), torch.randn(16, 8), torch.zeros(16, dtype=torch.long))
             data = DataLoader([graph], batch_size=None)  # type: ignore[arg-type]
+        if build is NumbersInBatch:
+            data = cases.loader(16, 8)
         if build is FourBlocks:
             data = DataLoader(OneIterator(), batch_size=None)
         if build is SparseRows:
             data = DataLoader([(each[0].to_sparse(),) for each in cases.loader(16, 8)], batch_size=None)  # type: ignore[arg-type]
-        validates = data if build in (OtherOrder, Generating) else None
+        validates = data if build in (OtherOrder, Generating, NumbersInBatch) else None
         try:
             host.trainer(accumulate_grad_batches=accumulate, strategy=strategy).fit(build(), data, validates)
             found[build.__name__] = "not refused"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,11 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from deepspeed_partition.capture import CaptureError
-from deepspeed_partition.capture.structure import flatten
+from deepspeed_partition.capture.structure import flatten, written_names_of
 from lightning_madpipe.finding.captured_call import CapturedCall, OtherCallError
 from lightning_madpipe.finding.captured_calls import CapturedCalls
 from lightning_madpipe.finding.example_batch import example_batch
+from lightning_madpipe.module import refuse_other_calls
 
 
 def trainer_with(loaders: Any) -> Any:
@@ -278,3 +280,22 @@ def test_a_step_that_asks_for_data_between_its_calls_is_named() -> None:
     call = CapturedCalls(module, "training_step", batch, ["encoder", "mean", "spread", "decoder"])
     call.run([batch])
     assert call.why_fewer().startswith("training_step makes 4 calls, of which 3 are found, for behind these it ")
+
+
+def test_a_call_that_is_refused_has_the_arguments_of_the_class() -> None:
+    """A refusal of another call named the entry of a batch ``_.0.len.4``, after the arguments of what refuses."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    before = inspect.signature(model.forward)
+    allow = refuse_other_calls(model, "forward", ValueError)
+    assert inspect.signature(model.forward) == before
+    with pytest.raises(ValueError, match="outside a step"):
+        model(torch.zeros(1, 2))
+    allow()
+    model(torch.zeros(1, 2))
+
+
+def test_entries_of_arguments_are_named_as_code_writes_them() -> None:
+    value = {"lengths": [3, (5,)], "x": slice(1, 2)}
+    names = written_names_of(flatten(value)[1], "batch")
+    assert names[:2] == ["batch['lengths'][0]", "batch['lengths'][1][0]"]
+    assert names[2:] == ["batch['x'].start", "batch['x'].stop", "batch['x'].step"]

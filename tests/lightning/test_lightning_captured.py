@@ -40,6 +40,12 @@ def test_dropout_draws_from_the_seed(two: Records) -> None:
             "Where this chooses a part of the model, such as the head of a task, let forward run all",
         ),
         ("ChangingCall", "A number that is only computed with is handed as a tensor: scale=torch.tensor(...)"),
+        # It was called _.0.lengths.1.
+        (
+            "NumbersInBatch",
+            "validation_step calls self() with given['lengths'][1]=5, and its layers were found without it: call",
+        ),
+        ("NumbersInBatch", "Let given['lengths'] be a tensor, as a collate_fn makes it by torch.tensor(...)"),
         # It was said to call with something else, or in another order.
         ("KeepsASize", "training_step raises ValueError (Expected input batch_size ("),
         ("KeepsASize", "Let its code take any number of samples, such as len(x) for a size that is kept"),
