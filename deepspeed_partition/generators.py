@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import deque
 from itertools import islice
 from types import BuiltinMethodType, MethodType, MethodWrapperType, ModuleType
@@ -22,6 +23,9 @@ METHODS = (MethodType, BuiltinMethodType, MethodWrapperType)
 
 COMMON: dict[str, Any] = {"random": random._inst, "numpy.random": np.random.mtrand._rand}
 """The common generators of Python and of NumPy."""
+
+TRACKER = "_CUDA_RNG_STATE_TRACKER"
+"""Name by which DeepSpeed's checkpointing, and each Megatron, has the states that dropout draws from there."""
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 _LIBRARIES = frozenset(
@@ -61,7 +65,10 @@ def set_generator_state(generator: Any, state: Any) -> None:
 
 
 def common_states() -> dict[str, Any]:
-    """Where the common generators of Python, NumPy and torch are, by their names; to be compared with ``==``."""
+    """Where the common generators of Python, NumPy and torch are, and the states of trackers, by their names.
+
+    They are to be compared with ``==``.
+    """
     kind, words, *rest = COMMON["numpy.random"].get_state()
     states = {
         "random": COMMON["random"].getstate(),
@@ -70,7 +77,49 @@ def common_states() -> dict[str, Any]:
     }
     if torch.cuda.is_initialized():
         states["torch.cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
+    for module, tracked in tracked_states().items():
+        states |= {
+            f"{name} of {module}": state.cpu().numpy().tobytes()
+            for name, state in tracked.items()
+            if isinstance(state, torch.Tensor)
+        }
     return states
+
+
+def is_tracked(name: str) -> bool:
+    """Whether a name of :func:`common_states` is that of a state in a tracker, which no seed of torch changes."""
+    return " of " in name
+
+
+def tracked_states() -> dict[str, dict[str, Any]]:
+    """The states that trackers hold now, by the names of their modules; a draw puts others in their places."""
+    return {module: dict(tracker.states_) for module, tracker in _trackers().items()}
+
+
+def set_tracked_states(states: dict[str, dict[str, Any]]) -> None:
+    """Put trackers back to where :func:`tracked_states` has found them; one that is newer stays."""
+    for module, tracker in _trackers().items():
+        if module in states:
+            tracker.states_ = dict(states[module])
+
+
+_modules_with_trackers: tuple[int, list[tuple[str, dict[str, Any]]]] = 0, []
+
+
+def _trackers() -> dict[str, Any]:
+    """The trackers of all modules, each once."""
+    global _modules_with_trackers
+    if _modules_with_trackers[0] != len(sys.modules):
+        tables = [(name, getattr(module, "__dict__", None)) for name, module in list(sys.modules.items())]
+        found = [(name, table) for name, table in tables if isinstance(table, dict) and TRACKER in table]
+        _modules_with_trackers = len(sys.modules), found
+    by_id: dict[int, str] = {}
+    trackers = {}
+    for name, table in _modules_with_trackers[1]:
+        tracker = table.get(TRACKER)
+        if isinstance(getattr(tracker, "states_", None), dict) and by_id.setdefault(id(tracker), name) == name:
+            trackers[name] = tracker
+    return trackers
 
 
 def set_common_state(name: str, state: Any) -> None:
@@ -80,6 +129,9 @@ def set_common_state(name: str, state: Any) -> None:
     elif name == "numpy.random":
         kind, words, *rest = state
         COMMON[name].set_state((kind, np.frombuffer(words, np.uint32), *rest))
+    elif is_tracked(name):
+        key, _, module = name.rpartition(" of ")
+        _trackers()[module].states_[key] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
     else:
         numbers = torch.frombuffer(bytearray(state), dtype=torch.uint8)
         (torch.set_rng_state if name == "torch" else torch.cuda.set_rng_state)(numbers)

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
@@ -613,6 +614,8 @@ class Drawing:
 
     def draw(self) -> None:
         drawn = float(torch.rand(())), random.random(), float(numpy.random.random())
+        with checkpointing.get_cuda_rng_tracker().fork():
+            drawn = *drawn, float(torch.rand(()))
         self.seen.append((next(self.numbers), *drawn, next(self.noise)))
 
     def __call__(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -635,6 +638,8 @@ def seeded() -> None:
     random.seed(7)
     numpy.random.seed(7)
     torch.manual_seed(7)
+    checkpointing.get_cuda_rng_tracker().reset()
+    checkpointing.get_cuda_rng_tracker().add("model-parallel-rng", 7)
 
 
 def what_forgotten_forwards_draw(_: Path) -> None:

@@ -10,6 +10,8 @@ from unittest.mock import patch
 
 import numpy
 import torch
+from deepspeed.pipe import LayerSpec
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.dataloader import RepeatingLoader
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -19,8 +21,9 @@ from deepspeed_partition.engine.pipeline import drawing_layers
 from deepspeed_partition.engine.runtime import environment
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.warmup import run_plan
-from tests.engine.pipelines import loss_fn, mlp, two_groups
-from tests.engine.running import batches, cut, planned, start
+from tests.engine import plans
+from tests.engine.pipelines import WIDTH, loss_fn, mlp, two_groups
+from tests.engine.running import batches, cut, planned, same, start
 from tests.engine.strangers_cases import said_here
 
 NUM_STEPS = 5
@@ -201,7 +204,44 @@ def layers_that_draw_are_said_where_a_plan_moves_them(_: Path) -> None:
             assert all("the plan has made [0, 3, 9]" in line for line in lines), lines
 
 
+class Tracked(nn.Module):
+    """Drops as Megatron's attention does, by numbers of a state that DeepSpeed's tracker holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with checkpointing.get_cuda_rng_tracker().fork():
+            return nn.functional.dropout(x + self.linear(x), 0.3)
+
+
+def tracked_states_are_as_if_nothing_were_measured(_: Path) -> None:
+    """Layers that were measured, or ran again, had drawn from them: the run had another dropout, in silence."""
+    boundaries, data = [0, 4, 9], batches(4)
+    layers = [*mlp()[:2], LayerSpec(Tracked), *mlp()[2:5], LayerSpec(Tracked), *mlp()[6:]]
+    orders = plans.depth_first((0, 1), 4, 3)
+    chain, platform, recomputed = plans.chain_of(9), plans.platform_of(2), {0: ((2, 4),), 1: ((4, 8),)}
+    plan = plans.plan_of(chain, platform, boundaries, (0, 1), orders=orders, recomputed=recomputed)
+    found = []
+    for method, options in (
+        (boundaries, {}),
+        ("madpipe", planned(boundaries)),
+        ("madpipe", planned(boundaries, warmup_steps=2)),
+        (plan, {}),
+    ):
+        engine, _, _ = start(layers, method, options, optimizer=two_groups)
+        tracker = checkpointing.get_cuda_rng_tracker()
+        tracker.reset()
+        tracker.add("model-parallel-rng", 5)
+        found.append([float(engine.train_batch(iter(batch))) for batch in data])
+        tracker.reset()
+    for other in found[1:]:
+        same(other, found[0])
+
+
 CASES = [
+    tracked_states_are_as_if_nothing_were_measured,
     layers_that_draw_are_said_where_a_plan_moves_them,
     data_is_drawn_as_if_nothing_were_planned, a_generator_draws_lazily_as_if_nothing_were_measured,
     draws_that_cannot_be_the_same_are_said,

@@ -13,14 +13,17 @@ from typing import Any
 from deepspeed_partition.engine.pipeline.beside_layers import name_of
 from deepspeed_partition.engine.pipeline.stages import StagesModule, allocation_in_words
 from deepspeed_partition.engine.runtime.environment import warn_once
-from deepspeed_partition.generators import common_states
+from deepspeed_partition.generators import common_states, is_tracked
 
 DRAW = (
     "layers draw from the random generators of their rank ({names}), such as {who}: which numbers they get "
     "depends on the other layers there, and so on the cut, which the plan has made {cut}. On the cut of plain "
-    "DeepSpeed, or in one process, they may be others for the same seed. seed_layers=True of PipelineModule gives "
-    "each layer a seed of its own, for the same numbers on every cut"
+    "DeepSpeed, or in one process, they may be others for the same seed. {way_out}"
 )
+WITH_SEEDS = (
+    "seed_layers=True of PipelineModule gives each layer a seed of its own, for the same numbers on every cut"
+)
+WITHOUT_SEEDS = "seed_layers does not change these; the same boundaries, given as a list, keep them"
 MOST_NAMED = 3
 
 
@@ -62,11 +65,15 @@ def draws_told(module: StagesModule, stage: int) -> Iterator[None]:
         yield
     finally:
         _let_run(module, stage, functions)
-    if drawn:
-        named = [f"layer {place} ({name_of(functions[place - first])})" for place in sorted(drawn)]
-        names = ", ".join(sorted(set[str]().union(*drawn.values())))
+    for tracked, way_out in (False, WITH_SEEDS), (True, WITHOUT_SEEDS):
+        names = {name for found in drawn.values() for name in found if is_tracked(name) == tracked}
+        if not names or (module.seed_layers and not tracked):
+            continue
+        places = [place for place in sorted(drawn) if drawn[place] & names]
+        who = ", ".join(f"layer {place} ({name_of(functions[place - first])})" for place in places[:MOST_NAMED])
         cut = allocation_in_words(module.allocation)
-        warn_once(f"layers draw/{cut}", DRAW.format(names=names, who=", ".join(named[:MOST_NAMED]), cut=cut))
+        sentence = DRAW.format(names=", ".join(sorted(names)), who=who, cut=cut, way_out=way_out)
+        warn_once(f"layers draw/{tracked}/{cut}", sentence)
 
 
 def _let_run(module: StagesModule, stage: int, functions: list[Any]) -> None:

@@ -17,7 +17,7 @@ from deepspeed_partition.engine.pipeline.batch_attempt import Batch, Failure
 from deepspeed_partition.engine.pipeline.before_step import SMALL_BYTES, Buffers
 from deepspeed_partition.engine.pipeline.beside_layers import name_of
 from deepspeed_partition.engine.runtime.environment import warn_here, warn_once
-from deepspeed_partition.generators import common_states, set_common_state
+from deepspeed_partition.generators import common_states, is_tracked, set_common_state
 from deepspeed_partition.kept_values import said_of
 from deepspeed_partition.profiling.attributes import HeldState, Known, Place
 
@@ -238,9 +238,10 @@ class DrawnAhead:
     def put_back(self, batch: int) -> None:
         """Let nothing have been drawn for this batch and those behind it, where nothing else was drawn since."""
         self.keep_from(batch)
-        if not self._draws or self._has_seeds:
+        if not self._draws:
             return
-        now = common_states()
+        # Each micro-batch has seeds of torch, Python and NumPy on each layer then.
+        now = {name: state for name, state in common_states().items() if not self._has_seeds or is_tracked(name)}
         for name in now:
             states = [each.before.get(name) for each in self._draws[1:]] + [now[name]]
             draws = [each.after.get(name) for each in self._draws]

@@ -688,7 +688,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
     def _draws_told(self, stage: int) -> AbstractContextManager[None]:
         """Say once which layers of a stage draw, where it is the plan that decides what else their rank draws."""
         module: Any = self.module
-        if not self.watches_programs or self.num_stages == 1 or module.seed_layers or not torch.is_grad_enabled():
+        if not self.watches_programs or self.num_stages == 1 or not torch.is_grad_enabled():
             return nullcontext()
         cut, allocation = module.madpipe_cut, module.allocation
         is_plain = allocation.is_contiguous and list(allocation.boundaries) == module.cut_without_plan

@@ -12,7 +12,14 @@ import numpy
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_partition.generators import common_states, generator_state, generators_of, set_generator_state
+from deepspeed_partition.generators import (
+    common_states,
+    generator_state,
+    generators_of,
+    set_generator_state,
+    set_tracked_states,
+    tracked_states,
+)
 
 
 def random_state() -> Callable[[], None]:
@@ -20,8 +27,10 @@ def random_state() -> Callable[[], None]:
     accelerator = get_accelerator()
     python, numbers, cpu = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     device = None if accelerator.device_name() == "cpu" else accelerator.get_rng_state()
+    tracked = tracked_states()
 
     def restore() -> None:
+        set_tracked_states(tracked)
         random.setstate(python)
         numpy.random.set_state(numbers)
         torch.set_rng_state(cpu)
@@ -34,13 +43,13 @@ def random_state() -> Callable[[], None]:
 def drawn_state(layers: Iterable[object]) -> Callable[[], None]:
     """Return a function that puts generators back to where they are now: those that a checkpoint leaves alone.
 
-    These are Python's, NumPy's, and what layers hold in attributes: of torch, of ``random`` and of NumPy. Torch's
-    own checkpoint restores torch's default generators alone.
+    These are Python's, NumPy's, states of trackers, and what layers hold in attributes: of torch, of ``random``
+    and of NumPy. Torch's own checkpoint restores torch's default generators alone.
 
     Args:
         layers: modules, with all modules in them; anything else has no generators.
     """
-    python, numbers = random.getstate(), numpy.random.get_state()
+    python, numbers, tracked = random.getstate(), numpy.random.get_state(), tracked_states()
     own = [
         partial(set_generator_state, generator, generator_state(generator))
         for layer in layers
@@ -52,6 +61,7 @@ def drawn_state(layers: Iterable[object]) -> Callable[[], None]:
     def restore() -> None:
         random.setstate(python)
         numpy.random.set_state(numbers)
+        set_tracked_states(tracked)
         for put_back in own:
             put_back()
 
