@@ -6,6 +6,7 @@ from typing import Any
 
 from deepspeed_partition.engine import MadPipeEngine
 from deepspeed_partition.engine.runtime.collectives import from_rank_0
+from deepspeed_partition.engine.runtime.environment import announce
 
 
 class Phase:
@@ -49,6 +50,14 @@ class Phase:
         return {"madpipe": self._now, **metrics} if self._now else metrics
 
 
+ROWS = (
+    "metrics.csv has rows and columns of its own for madpipe/step_seconds and other figures, every {every} steps: "
+    "pandas.read_csv(path).dropna(subset=['madpipe/step_seconds']) are these, and a dropna() of a column of yours "
+    "leaves them out"
+)
+"""What the file of Lightning's CSVLogger has beside that of one process."""
+
+
 class LoggedFigures:
     """Figures of a fit's steps for its loggers, every ``log_every_n_steps`` steps. Made together by all ranks.
 
@@ -61,6 +70,7 @@ class LoggedFigures:
 
     def __init__(self, trainer: Any, engine: MadPipeEngine) -> None:
         self._trainer, self._engine = trainer, engine
+        self._tells_of_rows = True
         self._every: int = from_rank_0(lambda: trainer.log_every_n_steps if _has_loggers(trainer) else 0)
         if self._every:
             engine.watch_steps()
@@ -73,6 +83,9 @@ class LoggedFigures:
         figures = self._engine.figures_of_steps()
         if figures is None or not self._trainer.is_global_zero:
             return
+        if self._tells_of_rows and any(type(logger).__name__ == "CSVLogger" for logger in self._trainer.loggers):
+            self._tells_of_rows = False
+            announce(ROWS.format(every=self._every))
         for logger in self._trainer.loggers:
             logger.log_metrics(figures.named(), step=step)
 

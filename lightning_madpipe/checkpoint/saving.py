@@ -20,6 +20,7 @@ from deepspeed_partition.engine.checkpoint.checkpoint_engine import say_what_was
 from deepspeed_partition.engine.checkpoint.unpickling import Reader
 from deepspeed_partition.engine.runtime.all_come import wait_until_all_come
 from deepspeed_partition.engine.runtime.collectives import from_rank_0, refused_together
+from deepspeed_partition.engine.runtime.environment import announce
 from lightning_madpipe.checkpoint import checkpoint_folders
 from lightning_madpipe.checkpoint.weight_copies import COPIES
 from lightning_madpipe.compat.namespace import Lightning
@@ -42,6 +43,11 @@ GATHERED_FROM_ALL = (
 )
 GATHERED_BY_ALL = "each rank has a part of the model, so call it on every rank"
 LOADED_BY_ALL = "each rank reads its layers, so call it on every rank"
+IS_A_FOLDER = (
+    "{path} is a folder, into which each process writes its part: ckpt_path reads it, and load_from_checkpoint() "
+    "does where lightning_madpipe is imported; torch.load() does not. lightning_madpipe.consolidate(folder, file) "
+    "makes one ordinary Lightning file of its weights"
+)
 MEETING_SECONDS = 20.0
 """How long a rank with an exception waits for the others before it gives up the checkpoint of it."""
 
@@ -79,6 +85,8 @@ class Checkpointing(DeepSpeedStrategy):
     _checkpoint_io: Any
     _lost_optimizer = False
     """Whether the states of the optimizer that fit had are gone, because the Trainer has evaluated since."""
+    _tells_of_folder = True
+    """Whether no checkpoint of this process was told to be a folder."""
     _dumps_weights = True
     """Whether state dicts have the whole model's weights: False while Lightning collects a full checkpoint, whose
     weights DeepSpeed writes."""
@@ -209,6 +217,7 @@ class Checkpointing(DeepSpeedStrategy):
                     )
                 with self.pipeline.layers_of_user.lent():
                     self._save_folder(checkpoint, Path(path))
+                self._tell_of_folder(Path(path))
         except (OSError, ValueError) as error:
             raise self._lightning.refusal(f"the checkpoint {path} cannot be written: {error}") from error
 
@@ -219,6 +228,11 @@ class Checkpointing(DeepSpeedStrategy):
         except Exception:
             self.deepspeed_engine.give_up_folder(path)
             raise
+
+    def _tell_of_folder(self, path: Path) -> None:
+        if self._tells_of_folder:
+            Checkpointing._tells_of_folder = False
+            announce(IS_A_FOLDER.format(path=path))
 
     def _fill_folder(self, checkpoint: Mapping[str, Any], path: Path) -> None:
         unfinished = atomic_folders.unfinished(path)

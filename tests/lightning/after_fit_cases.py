@@ -65,7 +65,17 @@ def read_where_a_file_is_expected(host: cases.Host) -> dict[str, Any]:
     pl.seed_everything(0, verbose=False)
     best = ModelCheckpoint(host.folder / "best", monitor="loss", filename="best")
     module = cases.Classifier(optimizer="sgd")
-    host.trainer(best, strategy=CUT).fit(module, cases.loader(54), cases.loader(21, seed=3))
+    trainer = host.trainer(best, strategy=CUT)
+    if host.pipelined:
+        from lightning_madpipe.checkpoint.saving import Checkpointing
+
+        Checkpointing._tells_of_folder = True  # another case may have been told
+    with Said() as said:
+        trainer.fit(module, cases.loader(54), cases.loader(21, seed=3))
+        trainer.save_checkpoint(host.folder / "best" / "again.ckpt")
+    told = [line for line in said.lines if " is a folder, " in line]  # it was not, and torch.load() failed
+    assert len(told) == (host.pipelined and trainer.is_global_zero), told
+    assert all("best.ckpt" in line and "lightning_madpipe.consolidate(folder, file)" in line for line in told)
     path = best.best_model_path
     loaded = cases.Classifier.load_from_checkpoint(path, optimizer="sgd")
     mapped = cases.Classifier.load_from_checkpoint(path, map_location=torch.device("cpu"))

@@ -28,6 +28,7 @@ from deepspeed_partition.profiling import arrivals
 from lightning_madpipe.checkpoint import checkpoint_folders
 from tests.lightning import checkpoint_cases
 from tests.lightning import lightning_cases as cases
+from tests.lightning.after_fit_cases import Said
 from tests.lightning.checkpoint_cases import Keeping
 from tests.lightning.lightning_cases import CUT, ENDS, end, refused, seeded, trained
 from tests.lightning.map_cases import plan_file
@@ -402,11 +403,14 @@ def loggers(host: cases.Host) -> dict[str, Any]:
     """The names in a CSV file, and the hyper-parameters that TensorBoard is given."""
     csv = CSVLogger(host.folder / "csv", version=0)
     board = TensorBoardLogger(str(host.folder / "board"), version=0)
-    trainer = trained(host, seeded(Keeping), logger=[csv, board], validation=cases.loader(21, seed=3))
+    with Said() as said:
+        trainer = trained(host, seeded(Keeping), logger=[csv, board], validation=cases.loader(21, seed=3))
     rows = list(DictReader((Path(csv.log_dir) / "metrics.csv").open()))
     names = [name for name in rows[0] if not name.startswith("madpipe/")]
     if host.pipelined and trainer.is_global_zero:
         _check_figures(rows, trainer)
+        [told] = [line for line in said.lines if "metrics.csv" in line]  # whose rows were more, in silence
+        assert f"for madpipe/step_seconds and other figures, every {trainer.log_every_n_steps} steps" in told
     parameters = (Path(board.log_dir) / "hparams.yaml").read_text()
     return {**end(trainer), "names": sorted(names), "parameters": parameters}
 
