@@ -5,7 +5,8 @@
         --mpp-llava FOLDER --llama-pipeline-parallel FOLDER --chatglm-finetuning FOLDER \
         --huggingface-utils FOLDER --qlora-pipe FOLDER --huggingface-utils-vit FOLDER --gdgpt-bloom FOLDER \
         --decentralized-fm FOLDER --fmengine FOLDER --bigscience-megatron FOLDER --minimal-llama FOLDER \
-        --easyllm FOLDER [--mode plain madpipe warm-up] [--zero 0 1] [--ranks 2]
+        --easyllm FOLDER --easyllm-dropout FOLDER \
+        [--mode plain madpipe warm-up] [--zero 0 1] [--ranks 2] [--boundaries 0 5 10]
 
 Each FOLDER is a checkout of the public repository, whose own model code runs here on random text, tiny; nothing is
 downloaded. The LLaMA pipelines, ChatGLM and T5 need ``transformers==4.34.1``, BLOOM 4.37.2. Losses are compared
@@ -30,7 +31,7 @@ NAMES = [
     "gpt-neox", "megatron-deepspeed", "transpeeder", "gdgpt", "diffusion-pipe", "gpt-lite", "alexnet",
     "mpp-llava", "llama-pipeline-parallel", "chatglm-finetuning", "huggingface-utils", "qlora-pipe",
     "huggingface-utils-vit", "gdgpt-bloom", "decentralized-fm", "fmengine", "bigscience-megatron",
-    "minimal-llama", "easyllm",
+    "minimal-llama", "easyllm", "easyllm-dropout",
 ]  # fmt: skip
 MODES = ["plain", "madpipe", "warm-up"]
 NUM_AFTER = 6
@@ -67,6 +68,8 @@ def train(name: str, folder: Path, mode: str, zero: int, num_steps: int, warmup_
             "time_limit_seconds": 10,
             "warmup_steps": warmup_steps if mode == "warm-up" else 0,
         }
+        if boundaries := json.loads(os.environ["PEERS_BOUNDARIES"]):
+            options["algorithm"] = boundaries
         config["pipeline"] = {"partition_method": "madpipe", "madpipe": options}
     torch.manual_seed(3)
     module, data = STRANGERS[name](folder, num_steps + NUM_AFTER)
@@ -105,7 +108,7 @@ def losses_of(arguments: argparse.Namespace, name: str, mode: str, zero: int) ->
         command += [str(arguments.warmup_steps), str(out)]
         path = os.pathsep.join([str(HERE.parents[2]), os.environ.get("PYTHONPATH", "")])
         environment = os.environ | {"PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-        environment |= {"HF_HUB_OFFLINE": "1"}
+        environment |= {"HF_HUB_OFFLINE": "1", "PEERS_BOUNDARIES": json.dumps(arguments.boundaries)}
         try:
             run = subprocess.run(
                 command, env=environment, capture_output=True, text=True, timeout=arguments.limit, cwd=scratch
@@ -125,6 +128,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=Path, metavar="FOLDER")
     parser.add_argument("--mode", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--zero", nargs="+", type=int, choices=(0, 1), default=[0, 1])
+    parser.add_argument("--boundaries", nargs="+", type=int, help="the cut of the plan; left out: the best one")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warmup-steps", type=int, default=5)

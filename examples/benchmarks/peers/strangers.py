@@ -8,6 +8,7 @@ tokenizers and fused kernels, need not be installed: ``allow_missing`` stands in
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -653,8 +654,11 @@ def _keep_on_cpu() -> None:
     torch.cuda.current_device = lambda: get_accelerator().current_device_name()  # type: ignore[assignment, return-value]
 
 
-def easyllm(folder: Path, num_steps: int) -> Built:
-    """ModelTC/EasyLLM: ``LlamaModelPipe``, with functions between its layers and a loss that is an object."""
+def easyllm(folder: Path, num_steps: int, dropout: float = 0.0) -> Built:
+    """ModelTC/EasyLLM: ``LlamaModelPipe``, with functions between its layers and a loss that is an object.
+
+    Its attention drops by numbers of a state that DeepSpeed's tracker holds.
+    """
     allow_missing("flash_attn", "peft", "petrel_client", "sentencepiece", "tiktoken", "torchvision")
     sys.path.insert(0, str(folder))
     _keep_on_cpu()
@@ -678,9 +682,13 @@ def easyllm(folder: Path, num_steps: int) -> Built:
         seq_length=LENGTH,
         micro_batch_size=SAMPLES_PER_MICRO_BATCH,
         use_flash_attn=False,
-        checkpoint_activations=False,
+        checkpoint_activations=dropout > 0,
         sync_tp_duplicated_parameters=False,  # a mean that gloo does not have
-        transformer_layer_params={"masked_softmax_fusion": False, "bias_dropout_fusion": False},
+        transformer_layer_params={
+            "masked_softmax_fusion": False,
+            "bias_dropout_fusion": False,
+            "attention_dropout": dropout,
+        },
     )
     positions = torch.arange(LENGTH).expand(SAMPLES_PER_MICRO_BATCH, -1)
     mask = causal_mask().expand(SAMPLES_PER_MICRO_BATCH, -1, -1, -1)
@@ -718,4 +726,5 @@ STRANGERS: dict[str, Callable[[Path, int], Built]] = {
     "bigscience-megatron": bigscience,
     "minimal-llama": minimal_llama,
     "easyllm": easyllm,
+    "easyllm-dropout": functools.partial(easyllm, dropout=0.2),
 }
