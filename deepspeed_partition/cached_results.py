@@ -19,6 +19,12 @@ FILLED = (
     "that a step may get other results than in one process: use functools.cache or a dict in its place"
 )
 """What is said once of a cache that cannot be made what it was."""
+OF_LAST_STAGE = (
+    "{name} keeps results (functools.cache) of each rank's own, and {step} fills it on the last stage. It seems "
+    "to read what changes, or to draw random numbers, so that hooks on other ranks, and code behind fit, may get "
+    "other results than in one process: keep them in a dict, which goes to every rank"
+)
+"""What is said once of a cache that a step fills, and whose function gives another result another time."""
 _DRAWS = frozenset((
     "choice", "choices", "integers", "next", "normal", "perf_counter", "permutation", "rand", "randint", "randn",
     "random", "randperm", "sample", "shuffle", "time", "uniform",

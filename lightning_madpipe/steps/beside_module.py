@@ -24,7 +24,7 @@ import numpy
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from deepspeed_partition.cached_results import FILLED, OF_WRAPPERS, cache_kept, may_differ
+from deepspeed_partition.cached_results import FILLED, OF_LAST_STAGE, OF_WRAPPERS, cache_kept, may_differ
 from deepspeed_partition.code_names import (
     STEPS,
     CodeSearch,
@@ -79,6 +79,9 @@ class BesideModule:
             search.read(forward_of(owner), type(owner))
             for value in vars(owner).values():
                 search.read(value, None)
+        self._num_results = {name: cache.cache_info().currsize for name, cache in search.caches.items()}
+        """How many results each cache had when no step had run."""
+        self._filled: set[str] = set()
         self._code_read: set[Any] = set()
         """Classes of objects that were reached, and functions, whose code was read."""
         self._take_names()
@@ -239,6 +242,14 @@ class BesideModule:
                     warn_once(f"cache/{name}", FILLED.format(name=name))
 
         return restore
+
+    def tell_of_caches(self, step: str) -> None:
+        """Say once which caches a step has filled on this rank alone whose results are not the same anywhere."""
+        for name, cache in self._search.caches.items():
+            if name not in self._filled and cache.cache_info().currsize > self._num_results.get(name, 0):
+                self._filled.add(name)
+                if self._may_differ(cache):
+                    warn_once(f"own cache/{name}", OF_LAST_STAGE.format(name=name, step=step))
 
     def _may_differ(self, cache: Any) -> bool:
         search = CodeSearch(self.is_programs)

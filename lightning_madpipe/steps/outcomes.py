@@ -177,6 +177,8 @@ class Outcomes:
         if self._losses.option == "mean" and len(window[0].done) > 1:
             self._tell_of_repeats(window[0], step, changes)
         self._tell_of_files(step)
+        if self._pipeline.num_stages > 1:
+            self._steps.beside.tell_of_caches(step)
         calls = [call for run in window for call in self._calls_of(run, step)]
         batches = [_written_back(run) for run in window]
         draws = self._steps.draws.left()

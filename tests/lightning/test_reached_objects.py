@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import pickle
 import random
@@ -18,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_madpipe.steps.beside_module import BesideModule
 from lightning_madpipe.steps.own_generators import OwnGenerators
 from lightning_madpipe.steps.reached_objects import MOST_OBJECTS, ReachedObjects
 from lightning_madpipe.steps.recorded_calls import Call, merged
@@ -221,3 +223,36 @@ def test_the_calls_of_micro_batches_are_merged_where_only_numbers_differ() -> No
     assert merged([calls(1), calls(2)], [1, 1]) is None
     assert merged([calls("a"), calls("b")], [1, 1]) is None
     assert merged([calls(1.0), []], [1, 1]) is None
+
+
+LAST = [1.0]
+
+
+@functools.cache
+def first_of_last() -> float:
+    return LAST[0]
+
+
+@functools.cache
+def halved(number: int) -> float:
+    return number / 2
+
+
+class Caching(pl.LightningModule):
+    def training_step(self, batch: Any, batch_idx: int) -> float:
+        return first_of_last() + halved(3)
+
+
+def test_a_cache_that_a_step_fills_and_that_may_differ_is_told_of_once(caplog: Any) -> None:
+    """Behind fit rank 0 got 128 from a function that gives 1 in one process: the last stage alone kept that."""
+    first_of_last.cache_clear()
+    halved.cache_clear()
+    module = Caching()
+    beside = BesideModule(module)
+    beside.tell_of_caches("training_step")
+    assert not caplog.messages
+    module.training_step(None, 0)
+    beside.tell_of_caches("training_step")
+    beside.tell_of_caches("training_step")
+    [told] = [line for line in caplog.messages if "keeps results" in line]
+    assert "first_of_last() keeps results" in told and "keep them in a dict" in told
