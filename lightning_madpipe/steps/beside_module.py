@@ -28,6 +28,7 @@ from deepspeed_partition.cached_results import FILLED, OF_LAST_STAGE, OF_WRAPPER
 from deepspeed_partition.code_names import (
     STEPS,
     CodeSearch,
+    Name,
     forward_of,
     is_installed,
     is_librarys,
@@ -57,9 +58,10 @@ class BesideModule:
 
     Args:
         module: The LightningModule.
+        more: Other code whose names count, too, with the class of each method.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, more: Iterable[tuple[Any, type | None]] = ()) -> None:
         self._module = module
         self._changed: set[Place] = set()
         self._owners: dict[str, Any] = {}
@@ -79,6 +81,8 @@ class BesideModule:
             search.read(forward_of(owner), type(owner))
             for value in vars(owner).values():
                 search.read(value, None)
+        for code, kind in more:
+            search.read(code, kind)
         self._num_results = {name: cache.cache_info().currsize for name, cache in search.caches.items()}
         """How many results each cache had when no step had run."""
         self._filled: set[str] = set()
@@ -187,6 +191,10 @@ class BesideModule:
         if own is not None:
             return own.table
         return vars(self._found_owners()[owner])
+
+    def name_at(self, place: Place) -> Name | None:
+        """The name that the code has for a place; None of attributes of callbacks, data and the Trainer."""
+        return self._names.get(place)
 
     def begin(self, *, undoable: bool) -> None:
         """Begin to look at all places before a step, more closely if that is to be undone, or once in a while."""

@@ -33,7 +33,9 @@ from lightning_madpipe.steps.ending_contexts import run_within
 from lightning_madpipe.steps.forward_reads import ForwardWatch, Read
 from lightning_madpipe.steps.layer_check import LayerCheck, Verdict
 from lightning_madpipe.steps.layer_settings import LayerSettings
+from lightning_madpipe.steps.layer_writes import Found, LayerWrites
 from lightning_madpipe.steps.layers_on_parts import FEW, MANY, FewSamples, OnParts, few_samples, layers_on_parts
+from lightning_madpipe.steps.micro_batches import MicroBatch
 from lightning_madpipe.steps.user_step import UserSteps
 from lightning_madpipe.steps.what_layers_set import LayerTraces
 from lightning_madpipe.steps.written_files import LayerWriting
@@ -82,6 +84,10 @@ class LayerComparison:
         self._engine, self._steps = engine, steps
         self._traces, self._lightning, self._context, self._is_wanted = traces, lightning, context, is_wanted
         self._noted = set(self._notes_on_hooks())  # of which a fit has told
+        self._looked_at: set[tuple[str, bool]] = set()
+        """Steps of which it is known what they read of that which layers change, each with the module's mode."""
+        self._told_of_writes: set[str] = set()
+        """What layers change outside of themselves, and was told of."""
         self._named: set[str] = set()
         """Layers, and what they keep, that were told of."""
         self._draws: set[str] = set()
@@ -158,6 +164,46 @@ class LayerComparison:
             )
         self._watches[state].begin(reads)
 
+    def look_at_writes(self, run: BatchRun) -> None:
+        """Look what layers change outside of themselves, and the step of a batch or a hook reads. Collective.
+
+        Raises:
+            MisconfigurationException: what the step returns depends on it; on every rank.
+        """
+        key = run.whole.step, self._module.training
+        if not self._is_wanted or key in self._looked_at:
+            return
+        self._looked_at.add(key)
+        with self._steps.rehearsal():
+            found = from_rank_0(lambda: self._writes(run.micro_batches[0]))
+        if found.refusal is not None:
+            raise self._lightning.refusal(found.refusal)
+        for of, note in found.notes:
+            if of not in self._told_of_writes:
+                self._lightning.warn(note)
+                self._told_of_writes.add(of)
+
+    def _writes(self, first: MicroBatch) -> Found:
+        traces, call = self._traces, self._pipeline.call_of_module
+        writes = LayerWrites(
+            self._module, call, self._steps, vars(self._lightning.module_class()), traces.has, traces.shown
+        )
+
+        def refuse(name: str, *_: str) -> None:
+            raise RuntimeError(f"{name} is called on one rank")  # it is told where the step runs for good
+
+        def look() -> Found:
+            return writes.found(first, device=self._engine.device, dtype=self._half)
+
+        alone = collectives_refused(refuse, lambda: [dist.get_rank()])
+        return run_within([self._pipeline.elsewhere.lifted(), alone, self._writing.watching()], look)
+
+    @property
+    def _half(self) -> torch.dtype | None:
+        """The type of 16 bits that the engine trains in, if it does."""
+        engine = self._engine
+        return torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else None
+
     def _agreed_reads(
         self, arguments: Sequence[Any], sizes: Sequence[int], changed: Sequence[str], few: FewSamples | None
     ) -> Sequence[Read]:
@@ -219,8 +265,7 @@ class LayerComparison:
             return list(notes_on_hooks(self._module, self._pipeline.call_of_module))
 
     def _verdict(self, arguments: Sequence[Any]) -> Verdict:
-        call, engine = self._pipeline.call_of_module, self._engine
-        half = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else None
+        call, engine, half = self._pipeline.call_of_module, self._engine, self._half
         if not self._is_wanted or (call.attribute != "forward" and call.captured is None):
             return Verdict()  # one nn.Sequential is called as it is
         check = LayerCheck if call.captured is None else CapturedCheck
@@ -255,8 +300,7 @@ class LayerComparison:
     def _on_parts(self, few: FewSamples | None) -> OnParts:
         if few is None:
             return OnParts()
-        engine = self._engine
-        half = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else None
+        engine, half = self._engine, self._half
         call, is_cut = self._pipeline.call_of_module, self._pipeline.num_stages > 1
         return self._alone(
             lambda: layers_on_parts(self._module, call, few, device=engine.device, dtype=half, is_cut=is_cut)

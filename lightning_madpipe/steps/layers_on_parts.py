@@ -152,7 +152,7 @@ def layers_on_parts(
     """
     found = OnParts()
     layers = [layer for _, layer in call.existing_modules()]
-    functions = [_function_of(layer) for layer in call.layers]
+    functions = [function_of_layer(layer) for layer in call.layers]
     names = WeakIdKeyDictionary({part: f"self.{name}" for name, part in module.named_modules() if name})
     is_training = module.training and torch.is_grad_enabled()
     if is_cut:
@@ -197,7 +197,8 @@ def layers_on_parts(
     return found
 
 
-def _function_of(layer: Any) -> Callable[[Any], Any] | None:
+def function_of_layer(layer: Any) -> Callable[[Any], Any] | None:
+    """What runs a layer on what the one before it returns; None where it has to be built."""
     if not isinstance(layer, TiedModule):
         return None if isinstance(layer, LayerSpec) else unpacking(layer)
     if layer.forward_fn is None:

@@ -395,6 +395,7 @@ class BatchRunner:
             if self._comparison.is_due:
                 self._engine.come_to_rest()
                 self._comparison.compare(inputs, run, [])
+            self._comparison.look_at_writes(run)
             self._rehearsed.add(key)
         return run
 

@@ -89,6 +89,7 @@ class StepRuns:
         rehearsing: bool = False,
         only_inputs: bool = False,
         is_behind: bool = False,
+        tells: bool = True,
         begins: Callable[[], AbstractContextManager[object]] | None = None,
         within: list[ExitStack] | None = None,
     ) -> Any:
@@ -100,6 +101,7 @@ class StepRuns:
             rehearsing: Whether it is to leave no trace; then what it draws from is noted.
             only_inputs: It ends at its call of the layers.
             is_behind: Whether it runs right behind the last stage, on the same micro-batch.
+            tells: Whether it is said what the step writes; else layers run within it, of which that is said apart.
             begins: A context that is entered last, right before the step.
             within: Is given the contexts of this run: whoever closes them at the call of the layers is left with
                 what the step itself has set.
@@ -114,6 +116,7 @@ class StepRuns:
             rehearsing=rehearsing,
             only_inputs=only_inputs,
             is_behind=is_behind,
+            tells=tells,
             begins=begins,
             within=within,
         )
@@ -132,6 +135,7 @@ class StepRuns:
         rehearsing: bool,
         only_inputs: bool,
         is_behind: bool,
+        tells: bool,
         begins: Callable[[], AbstractContextManager[object]] | None,
         within: list[ExitStack] | None,
     ) -> Any:
@@ -163,7 +167,7 @@ class StepRuns:
                 if self._traces is not None:
                     enter(self._traces.hidden(micro_batch.step, is_behind=is_behind))
                 if self._is_cut:
-                    for context in self._on_a_stage(micro_batch.step, rehearsing):
+                    for context in self._on_a_stage(micro_batch.step, rehearsing, tells):
                         enter(context)
                 if within is not None:
                     within.append(stack)
@@ -188,7 +192,7 @@ class StepRuns:
             stack.end()
         raise AssertionError("no context here takes an exception")
 
-    def _on_a_stage(self, step: str, rehearsing: bool) -> Iterator[AbstractContextManager[None]]:
+    def _on_a_stage(self, step: str, rehearsing: bool, tells: bool) -> Iterator[AbstractContextManager[None]]:
         """What a step may not touch, or what is said of it, where other ranks have some of the layers."""
 
         def tell_of_count(kind: str, number: int) -> None:
@@ -211,6 +215,8 @@ class StepRuns:
         yield counts_told(self._module.trainer.optimizers, tell_of_count)
         yield left_untouched(self._module, step, self._error)
         yield pipeline_of(self._module).elsewhere.listed()
+        if not tells:
+            return
         yield self.open_files.of_step()
         # Within the former, which flushes files.
         yield self._writing_told.setdefault(step, WritingTold(step, self._say_of_files)).watching()

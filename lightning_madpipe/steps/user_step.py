@@ -6,7 +6,7 @@ import functools
 import math
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
 from typing import Any
@@ -516,6 +516,38 @@ class UserSteps:
         """
         for dims in gather_objects(self._dims, group):
             self._dims.update(dims)
+
+    def run_apart(
+        self,
+        micro_batch: MicroBatch,
+        layers: Callable[[str | None, Sequence[Any], dict[str, Any]], Any],
+        log: Callable[..., None],
+    ) -> Any:
+        """Run a step within a rehearsal, with something else for its layers; return what it returns.
+
+        Args:
+            layers: What is called in their place, with the path of the module that the step calls, None where it
+                makes one call, with its arguments and its keywords.
+            log: What stands for ``self.log``.
+        """
+        states = self.call_states
+
+        def answer(*arguments: Any, **keywords: Any) -> Any:
+            if self.call.is_of_several:
+                return lambda path, *given, **named: layers(path, given, named)
+            return layers(None, arguments, keywords)
+
+        with nullcontext() if states is None else states.undone():
+            return self._runs.run(
+                micro_batch,
+                answer,
+                log,
+                record=lambda _: None,
+                again=True,
+                rehearsing=self.rehearsing,
+                tells=False,
+                begins=None if states is None else lambda: states.begun(None),
+            )
 
     def try_once(
         self,

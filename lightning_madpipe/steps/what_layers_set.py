@@ -12,7 +12,7 @@ import dis
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple, NoReturn
@@ -122,6 +122,20 @@ class LayerTraces:
             if not isinstance(each.owner, Metric) and type(each.owner).__hash__ is not None:
                 self._hidden[each.owner][each.name] = each
         self._kinds.clear()
+
+    def has(self, owner: Any, name: str) -> bool:
+        """Whether a step may not read an attribute."""
+        return name in self._hidden.get(owner, ())
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Let layers that run within a step read what they have set."""
+        with ExitStack() as stack:
+            for owner in self._hidden:
+                kind = type(owner)
+                if any(kind is refusing for refusing in self._kinds.values()):
+                    stack.enter_context(of_class(owner, kind.__bases__[0]))
+            yield
 
     @contextmanager
     def hidden(self, step: str, *, is_behind: bool = False) -> Iterator[None]:

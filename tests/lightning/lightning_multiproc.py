@@ -42,6 +42,7 @@ from tests.lightning import (  # noqa: E402
     in_place_cases,
     kept_state_cases,
     kept_weights_cases,
+    layer_writes_cases,
     loss_cases,
     map_cases,
     naming_cases,
@@ -377,7 +378,7 @@ KINDS: dict[str, list[Any]] = {
     "losses": [loss_cases],
     "callbacks": [callback_cases, kept_weights_cases],
     "names": [naming_cases, hook_cases, beside_cases, object_cases, call_state_cases],
-    "writing": [writing_cases, in_place_cases, kept_state_cases],
+    "writing": [writing_cases, in_place_cases, kept_state_cases, layer_writes_cases],
     "after": [after_fit_cases],
     "captured": [captured_cases],
 }

@@ -103,3 +103,71 @@ def test_what_a_step_counts_in_gives_the_losses_of_one_process(two: Records, kin
     """Trials counted, too, and each micro-batch, 9 to 50 % off from the first step: nothing was said."""
     for rank in two.ranks:
         assert_same(rank["kept_states"][kind], two.reference["kept_states"][kind])
+
+
+LEFT = {
+    "a list of the file": "layer_writes_cases.AUX", "a list of the file, layers that are named": "_cases.AUX",
+    "a list of the file, layers that are found": "_cases.AUX", "a list of the module": "self.values",
+    "a method of the module": "self.values", "a dict": "_cases.LAST", "an attribute": "self.value",
+    "a context manager": "_cases.STACK",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_a_loss_of_what_a_layer_leaves_outside_of_itself_is_refused(two: Records, kind: str) -> None:
+    """The auxiliary loss was left out whole, 5 to 26 % of the loss, and nothing was said."""
+    for rank in two.ranks:
+        *_, refusal = rank["said_of_layers"][kind]
+        assert refusal.startswith("MisconfigurationException: self.net.") and "(Leaves) changes " in refusal
+        assert f"{LEFT[kind]} while it runs, and training_step has a loss that depends on it" in refusal
+
+
+def test_a_step_that_cannot_run_without_what_a_layer_leaves_is_refused(two: Records) -> None:
+    for rank in two.ranks:
+        *_, refusal = rank["said_of_layers"]["a step that raises without it"]
+        assert "(Leaves) changes " in refusal and "training_step raises RuntimeError: stack expects" in refusal
+
+
+def test_predictions_of_what_a_layer_leaves_are_refused(two: Records) -> None:
+    """They were None."""
+    for rank in two.ranks:
+        assert "AUX while it runs, and predict_step returns it" in rank["said_of_predictions"]
+
+
+READ_BY = {
+    "what a step logs": "self.value while it runs, and training_step reads it",
+    "what an evaluation logs": "_cases.AUX while it runs, and validation_step and training_step read it",
+    "a hook": "_cases.AUX while it runs, and on_train_epoch_end reads it",
+    "a callback": "_cases.AUX while it runs, and on_train_epoch_end of Reads reads it",
+    "the Trainer": "trainer.act while it runs, and on_train_batch_end reads it",
+    "a buffer of the module": "self.average while it runs, which is no part of that layer",
+}
+
+
+@pytest.mark.parametrize("kind", READ_BY)
+def test_what_a_layer_leaves_outside_of_itself_is_told_where_it_is_read(two: Records, kind: str) -> None:
+    """What was logged was another number on each rank, 22 % to five times off, and nothing was said."""
+    first, *_ = two.ranks
+    line, error = first["said_of_layers"][kind]
+    assert error == "not refused" and "self.net.2 (Leaves) changes " in line and READ_BY[kind] in line
+    number = "; what training_step logs as 'seen' is another number" if kind == "what a step logs" else ""
+    assert number in line
+
+
+@pytest.mark.parametrize("kind", ["a layer that logs", "a layer that logs in evaluation"])
+def test_a_layer_that_logs_is_told(two: Records, kind: str) -> None:
+    """It logged the number of one micro-batch, or of a trial, on one rank, and nothing was said."""
+    line, error = two.ranks[0]["said_of_layers"][kind]
+    assert error == "not refused" and line.startswith(
+        "madpipe: self.net.2 (Leaves) calls self.log('inner') while it runs"
+    )
+
+
+@pytest.mark.parametrize("kind", ["own count", "a cache", "a list that nobody reads", "none"])
+def test_nothing_is_told_of_what_no_step_and_no_hook_reads(two: Records, kind: str) -> None:
+    assert [rank["said_of_layers"][kind] for rank in two.ranks] == [["not refused"]] * 2
+
+
+def test_what_a_layer_hands_on_with_its_output_is_what_it_is_in_one_process(two: Records) -> None:
+    for rank in two.ranks:
+        assert_same(rank["handed_on"], two.reference["handed_on"])

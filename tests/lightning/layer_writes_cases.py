@@ -1,0 +1,356 @@
+"""Layers that change something outside of themselves while they run, which steps, hooks or nobody read.
+
+Written like ``lightning_cases.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import Callback
+from torch import nn
+from torch.nn import functional as F
+
+from tests.choice import run_chosen
+from tests.lightning import lightning_cases as cases
+from tests.lightning.hook_cases import lines
+from tests.lightning.lightning_cases import Host, refused, seeded, trained
+
+AUX: list[torch.Tensor] = []
+LAST: dict[str, Any] = {"aux": 0.0}
+STACK: list[list[torch.Tensor]] = []
+CACHE: dict[int, torch.Tensor] = {}
+
+
+class Leaves(nn.Module):
+    """A block that leaves something of its input somewhere."""
+
+    def __init__(self, leave: Callable[[Any, torch.Tensor], None]) -> None:
+        super().__init__()
+        self.linear, self.leave = nn.Linear(cases.WIDTH, cases.WIDTH), leave
+        self.owner: list[Any] = []
+        self.num_calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.leave(self, x)
+        return x + torch.tanh(self.linear(x))
+
+
+class Module(pl.LightningModule):
+    """One ``nn.Sequential``, and no code around it."""
+
+    value: Any = 0.0
+
+    def __init__(self, leave: Callable[[Any, torch.Tensor], None]) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(cases.NUM_FEATURES, cases.WIDTH), nn.Tanh(), Leaves(leave), nn.Tanh(),
+            nn.Linear(cases.WIDTH, cases.NUM_CLASSES),
+        )  # fmt: skip
+        self.net[2].owner.append(self)
+        self.values: list[torch.Tensor] = []
+        self.register_buffer("average", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def aux(self) -> Any:
+        return 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        AUX.clear()
+        self.values.clear()
+        loss = F.cross_entropy(self(batch[0]), batch[1]) + 0.3 * self.aux()
+        self.log("train_loss", loss)
+        return loss
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0]).argmax(-1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def to_global(layer: Any, x: torch.Tensor) -> None:
+    AUX.append(x.abs().mean())
+
+
+def to_module(layer: Any, x: torch.Tensor) -> None:
+    layer.owner[0].values.append(x.abs().mean())
+
+
+def anew_in_dict(layer: Any, x: torch.Tensor) -> None:
+    LAST["aux"] = x.abs().mean()
+
+
+def anew_on_module(layer: Any, x: torch.Tensor) -> None:
+    layer.owner[0].value = x.abs().mean()
+
+
+def to_stack(layer: Any, x: torch.Tensor) -> None:
+    if STACK:
+        STACK[-1].append(x.abs().mean())
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[list[torch.Tensor]]:
+    STACK.append([])
+    try:
+        yield STACK[-1]
+    finally:
+        STACK.pop()
+
+
+class OfGlobal(Module):
+    def aux(self) -> Any:
+        return sum(AUX)
+
+
+class OfNamedLayers(OfGlobal):
+    def pipeline_layers(self) -> list[Any]:
+        return list(self.net)
+
+
+class Net(nn.Module):
+    """Has a ``forward`` of its own, so that the layers are found."""
+
+    def __init__(self, net: nn.Sequential) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(net)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+class OfFoundLayers(OfGlobal):
+    def __init__(self, leave: Callable[[Any, torch.Tensor], None]) -> None:
+        super().__init__(leave)
+        self.net = Net(self.net)
+
+    def aux(self) -> Any:
+        total: Any = 0.0
+        for each in AUX:
+            total = total + each
+        return total
+
+
+class OfModule(Module):
+    def aux(self) -> Any:
+        return sum(self.values)
+
+
+class Given(OfModule):
+    """Hands a method of its own to the layer."""
+
+    def __init__(self, leave: Callable[[Any, torch.Tensor], None]) -> None:
+        super().__init__(leave)
+        self.net[2].add = self.add_loss
+        self.net[2].leave = lambda layer, x: layer.add(x.abs().mean())
+
+    def add_loss(self, value: torch.Tensor) -> None:
+        self.values.append(value)
+
+
+class OfDict(Module):
+    def aux(self) -> Any:
+        return LAST["aux"]
+
+
+class OfAttribute(Module):
+    def aux(self) -> Any:
+        return self.value
+
+
+class OfStack(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        with collected() as values:
+            outputs = self(batch[0])
+        return F.cross_entropy(outputs, batch[1]) + 0.3 * sum(values)
+
+
+class Stacked(Module):
+    """Raises where nothing was left."""
+
+    def aux(self) -> Any:
+        return torch.stack(AUX).mean()
+
+
+class Predicts(Module):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        AUX.clear()
+        return self(batch[0]).argmax(-1), AUX[0] if AUX else None
+
+
+class Logs(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.log("seen", self.value)
+        return loss
+
+
+class LogsInEvaluation(Module):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        AUX.clear()
+        self(batch[0])
+        self.log("seen", AUX[0] if AUX else -1.0)
+
+
+class InHook(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def on_train_epoch_end(self) -> None:
+        self.log("number", float(len(AUX)))
+        AUX.clear()
+
+
+class Plain(InHook):
+    def on_train_epoch_end(self) -> None:
+        pass
+
+
+class ReadsTrainer(Plain):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("act", self.trainer.act)
+
+
+class Reads(Callback):
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.log("number", float(len(AUX)))
+
+
+def to_trainer(layer: Any, x: torch.Tensor) -> None:
+    layer.owner[0].trainer.act = x.detach().abs().mean()
+
+
+def to_buffer(layer: Any, x: torch.Tensor) -> None:
+    layer.owner[0].average.lerp_(x.detach().abs().mean(), 0.1)
+
+
+def logs(layer: Any, x: torch.Tensor) -> None:
+    layer.owner[0].log("inner", x.abs().mean())
+
+
+def logs_in_evaluation(layer: Any, x: torch.Tensor) -> None:
+    if not layer.training:
+        layer.owner[0].log_dict({"inner": x.abs().mean()})
+
+
+def counts(layer: Any, x: torch.Tensor) -> None:
+    layer.num_calls += 1
+
+
+def caches(layer: Any, x: torch.Tensor) -> None:
+    if x.shape[-1] not in CACHE:
+        CACHE[x.shape[-1]] = torch.ones(x.shape[-1])
+
+
+def nothing(layer: Any, x: torch.Tensor) -> None:
+    pass
+
+
+KINDS: dict[str, tuple[Callable[..., Module], Callable[[Any, torch.Tensor], None]]] = {
+    "a list of the file": (OfGlobal, to_global),
+    "a list of the file, layers that are named": (OfNamedLayers, to_global),
+    "a list of the file, layers that are found": (OfFoundLayers, to_global),
+    "a list of the module": (OfModule, to_module),
+    "a method of the module": (Given, nothing),
+    "a dict": (OfDict, anew_in_dict),
+    "an attribute": (OfAttribute, anew_on_module),
+    "a context manager": (OfStack, to_stack),
+    "a step that raises without it": (Stacked, to_global),
+    "what a step logs": (Logs, anew_on_module),
+    "what an evaluation logs": (LogsInEvaluation, to_global),
+    "a hook": (InHook, to_global),
+    "a callback": (lambda leave: Plain(leave), to_global),
+    "the Trainer": (ReadsTrainer, to_trainer),
+    "a buffer of the module": (Plain, to_buffer),
+    "a layer that logs": (Plain, logs),
+    "a layer that logs in evaluation": (LogsInEvaluation, logs_in_evaluation),
+    "own count": (Plain, counts),
+    "a cache": (Plain, caches),
+    "a list that nobody reads": (Plain, to_global),
+    "none": (Module, nothing),
+}
+
+
+def said_of_layers(host: Host) -> dict[str, Any]:
+    """What is said of what layers leave, and what is refused."""
+
+    def fit(name: str) -> list[str]:
+        build, leave = KINDS[name]
+        AUX.clear()
+        LAST["aux"] = 0.0
+        callbacks = [Reads()] if name == "a callback" else []
+        with lines() as said, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            module = seeded(lambda: build(leave))
+            validation = cases.loader(16, seed=3) if build is LogsInEvaluation else None
+            error = refused(
+                lambda: trained(
+                    host,
+                    module,
+                    *callbacks,
+                    data=cases.loader(16),
+                    max_epochs=1,
+                    validation=validation,
+                    strategy={"algorithm": [0, 3, 5]},
+                )
+            )
+        every = [*said, *(str(each.message) for each in caught), error]
+        return [line.split("] ")[-1] for line in every if "while it runs" in line or line is error]
+
+    return run_chosen({name: lambda name=name: fit(name) for name in KINDS})
+
+
+def said_of_predictions(host: Host) -> str:
+    trainer = host.trainer(strategy={"algorithm": [0, 3, 5]})
+    return refused(lambda: trainer.predict(seeded(lambda: Predicts(to_global)), cases.loader(16)))
+
+
+class HandsOn(nn.Module):
+    """Runs a layer, and hands a number for each sample on beside its output."""
+
+    def __init__(self, layer: nn.Module, makes: bool = False) -> None:
+        super().__init__()
+        self.layer, self.makes = layer, makes
+
+    def forward(self, given: Any) -> Any:
+        if self.makes:
+            return self.layer(given), given.abs().mean(1)
+        x, value = given
+        return self.layer(x), value
+
+
+class WayOut(Module):
+    """What the sentence says to do."""
+
+    def __init__(self) -> None:
+        super().__init__(nothing)
+        first, second, leaves, *behind = self.net
+        self.net = nn.Sequential(first, second, HandsOn(leaves, True), *map(HandsOn, behind))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        outputs, value = self(batch[0])
+        loss = F.cross_entropy(outputs, batch[1]) + 0.3 * value.mean()
+        self.log("aux", value.mean(), on_epoch=True)
+        return loss
+
+
+def handed_on(host: Host) -> dict[str, Any]:
+    """An auxiliary loss of a layer that travels with its output."""
+    recorder = cases.Recorder()
+    strategy = {"algorithm": [0, 3, 5]}
+    trainer = trained(host, seeded(WayOut), recorder, data=cases.loader(54), max_epochs=2, strategy=strategy)
+    return {"rows": recorder.rows, "aux": float(trainer.callback_metrics["aux_epoch"])}
+
+
+SAME_AS_SINGLE: dict[int, list[Callable[[Host], Any]]] = {2: [handed_on], 4: []}
+ONLY_PIPELINE: dict[int, list[Callable[[Host], Any]]] = {2: [said_of_layers, said_of_predictions], 4: []}
