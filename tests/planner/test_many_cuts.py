@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import combinations
 from random import Random
 
 import numpy as np
@@ -168,3 +169,22 @@ def test_a_search_that_is_stopped_ends():
     made, placement = search.problem, search.leaders()[0]
     many = ManyCuts(made, step_engine(made, placement), ran(made, placement, search.found[placement].rule))
     assert group._walk(many, placement, 10**9, 0.01) is None  # would take days
+
+
+@pytest.mark.parametrize("memory", [10**9, 200])
+@pytest.mark.parametrize("seed", range(4))
+def test_where_partitions_are_few_the_best_of_all_is_found(seed: int, memory: int) -> None:
+    """Of the partitions that have room, estimated one by one; none is drawn at random."""
+    made = problem(seed, 2, 4, memory)
+    search = GroupSearch(StepSearch(made))
+    start, rule = Placement((0, 4, 9, 14), (0, 1, 0)), GroupRule(2, (2 * M,) * 2, alternates=False)
+    many = ManyCuts(made, step_engine(made, start), ran(made, start, rule))
+    every = many.every(78)
+    assert every is not None and many.every(77) is None  # of 13 boundaries two
+    assert {tuple(each) for each in every.tolist()} == {(0, *cuts, 14) for cuts in combinations(range(1, 14), 2)}
+    fits = [bool(many.fit(each[None])[0]) for each in every]
+    assert any(fits) and all(fits) == (memory > 200)
+    least = min(int(many.ticks(each[None])[0]) for each, has_room in zip(every, fits, strict=True) if has_room)
+    found = search._walk(many, start, 30, 0.01)
+    assert found is not None and many.fit(many.state(found)[None])[0]
+    assert int(many.ticks(many.state(found)[None])[0]) == least

@@ -162,16 +162,21 @@ def _walk_and_polish(problem: Problem, search: StepSearch) -> None:
         problem: the problem of the deadline.
         search: a search that has ended, without recomputation but for what its allocations say.
     """
+
+    def lower_bound() -> int:
+        return step_lower_bound(search.problem, contiguous=False)
+
     ways: WaysOfStages | None = None
     if not search.problem.flushes and not problem.deadline.passed():
         search.deadline = problem.deadline.part(GROUP_SHARE)
-        GroupSearch(search).run(lambda: step_lower_bound(search.problem, contiguous=False))
+        GroupSearch(search).run(lower_bound)
+        search.deadline = problem.deadline.part(WALK_SHARE)
+        Annealing(search).run(lower_bound)
         # Where the best step recomputes nothing, what recomputes is a detour in which little else is tried.
         if problem.recomputation is not None and any(each.recomputed for each in search.leaders()[:1]):
+            search.polish()
             ways = WaysOfStages(problem)
-            GroupSearch(search, ways).run(lambda: step_lower_bound(search.problem, contiguous=False))
-        search.deadline = problem.deadline.part(WALK_SHARE)
-        Annealing(search).run(lambda: step_lower_bound(search.problem, contiguous=False))
+            GroupSearch(search, ways).run(lower_bound)
     search.deadline = problem.deadline.part(SEARCH_SHARE)
     search.polish()
     for _ in range(NUM_POLISHED_AGAIN):

@@ -10,8 +10,9 @@ are tried, and in each of them many boundaries at once (``many_cuts.py``):
    device may be ``slope`` micro-batches further ahead than the next one (Megatron-LM: 2). Slow links ask for more.
 3. Of the best of these, the size of the group and the limits are changed, and boundaries follow.
 
-Boundaries move by a random walk of many partitions side by side, which ends where the real step is simulated.
-Where memory is short and layers may be recomputed, so does what each stage recomputes (``many_ways.py``).
+Boundaries move by a random walk of many partitions side by side, which ends where the real step is simulated;
+where partitions are few, all are met. Where memory is short and layers may be recomputed, so does what each stage
+recomputes (``many_ways.py``).
 
 Method: own; simulated annealing (S. Kirkpatrick, C. Gelatt and M. Vecchi, 1983). Cost: ``MOST_EVENTS`` operations
 and transfers on vectors, some seconds; less where steps are short.
@@ -30,7 +31,7 @@ import numpy as np
 from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.solvers.step.annealing import FEWEST_LAYERS, LITTLE_IS_LEFT
 from deepspeed_partition.planner.solvers.step.fewest_recomputed import FewestRecomputed, rows_of
-from deepspeed_partition.planner.solvers.step.many_cuts import ManyCuts
+from deepspeed_partition.planner.solvers.step.many_cuts import Integers, ManyCuts
 from deepspeed_partition.planner.solvers.step.many_ways import ManyWays, WaysOfStages
 from deepspeed_partition.planner.solvers.step.orders import GroupRule, Rule
 from deepspeed_partition.planner.solvers.step.step_search import Outcome, StepSearch, step_engine
@@ -228,7 +229,13 @@ class GroupSearch:
         return chosen
 
     def _walk(self, many: ManyCuts, start: Placement, num_moves: int, temperature: float) -> Placement | None:
-        """Move boundaries of many partitions at once; return the best that are met, None where none fits."""
+        """Move boundaries of many partitions at once; return the best that are met, None where none fits.
+
+        Where partitions are few, all are met.
+        """
+        every = many.every(num_moves * NUM_SIDE_BY_SIDE)
+        if every is not None:
+            return self._best_of(many, every)
         first = many.state(start)
         states = np.tile(first, (NUM_SIDE_BY_SIDE, 1))
         far = np.iinfo(np.int64).max
@@ -247,4 +254,16 @@ class GroupSearch:
             least = int(ticks.argmin())
             if ticks[least] < best:
                 best, found = float(ticks[least]), states[least].copy()
+        return None if found is None else many.placement(found)
+
+    def _best_of(self, many: ManyCuts, states: Integers) -> Placement | None:
+        """Return the best of states; None where none fits."""
+        best, found = inf, None
+        for part in np.array_split(states, -(-len(states) // NUM_SIDE_BY_SIDE)):
+            if self.search.out_of_time():
+                break
+            fitting = part[many.fit(part)]
+            ticks = many.ticks(fitting) if len(fitting) else fitting
+            if len(fitting) and ticks.min() < best:
+                best, found = int(ticks.min()), fitting[ticks.argmin()]
         return None if found is None else many.placement(found)

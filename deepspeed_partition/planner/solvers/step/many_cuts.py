@@ -14,7 +14,8 @@ Method: own. Cost: O(m S) operations on vectors, for m micro-batches and S stage
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import combinations, pairwise
+from math import comb
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +64,16 @@ class ManyCuts:
     def placement(self, state: Integers) -> Placement:
         """Return the allocation of a row."""
         return Placement(tuple(state.tolist()), self.devices)
+
+    def every(self, most: int) -> Integers | None:
+        """Return the states of all allocations; None where these are more than so many."""
+        size, num_cuts = self.problem.chain.num_layers, self.num_stages - 1
+        if comb(size - 1, num_cuts) > most:
+            return None
+        cuts = list(combinations(range(1, size), num_cuts))
+        states = np.zeros((len(cuts), num_cuts + 2), dtype=np.int64)
+        states[:, 1:-1], states[:, -1] = cuts, size
+        return states
 
     def moved(self, states: Integers, draws: np.random.Generator) -> tuple[Integers, NDArray[np.bool_]]:
         """Return states of which one boundary is moved, or two are, and whether they are allocations."""

@@ -130,6 +130,9 @@ class ManyWays(ManyCuts):
         blocks = [self.ways.blocks[row][number] for row, number in zip(rows, state[len(cuts) :], strict=True)]
         return Placement(tuple(cuts.tolist()), self.devices).recomputing(tuple(blocks))
 
+    def every(self, most: int) -> None:
+        """Return None: what each stage recomputes leaves too many."""
+
     def moved(self, states: Integers, draws: np.random.Generator) -> tuple[Integers, NDArray[np.bool_]]:
         size, count = self.num_stages, len(states)
         cuts, numbers = states[:, : size + 1], states[:, size + 1 :]
