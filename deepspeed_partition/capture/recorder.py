@@ -626,7 +626,8 @@ class Tape:
         with self.draws.rewound(), self.recording():
             self._outer_context = _state()
             out = self._call_model(fake_args, fake_kwargs)
-            if self.call is self.model:  # a step may draw behind its last call
+            # A step may draw behind its last call, what it makes a loss of.
+            if self.call is self.model and not getattr(self.model.forward, "ends_in_a_loss", False):
                 self._note_draws(getattr(inspect.unwrap(self.model.forward), "__code__", None))
         self._scopes.pop()
         self.closed(root, out)

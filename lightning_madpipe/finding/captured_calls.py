@@ -152,6 +152,7 @@ class CapturedCalls(CapturedCall):
             self.made = tuple(path for path, *_ in calls)
             return [(given, returned) for _, given, returned in calls]
 
+        step.ends_in_a_loss = True  # type: ignore[attr-defined]  # which is computed where the step runs
         step.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
         step.__wrapped__ = getattr(module, self._step)  # type: ignore[attr-defined]  # whose lines are told
         with ExitStack() as stack:

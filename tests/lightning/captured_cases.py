@@ -470,6 +470,11 @@ def sampled_before(host: cases.Host) -> dict[str, Any]:
     return trained(host, SampledBefore, cases.loader(48))
 
 
+def drawing_behind(host: cases.Host) -> dict[str, Any]:
+    """It was refused as one that draws between its layers."""
+    return trained(host, DrawingBehind, cases.loader(48))
+
+
 def several_calls_kept(host: cases.Host) -> dict[str, Any]:
     """The step was refused for reading "what self.forward() or a layer sets", which it had set itself."""
     return trained(host, SeveralCallsKept, cases.loader(48))
@@ -1156,6 +1161,18 @@ class SampledBefore(Sampling):
         self.log("val_loss", self(batch[0], torch.arange(4))[0].square().mean())
 
 
+class DrawingBehind(SeveralCalls):
+    """Draws a factor of its loss from a generator of its own, behind its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = random.Random(3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        decoded = self.decoder(self.encoder(batch[0]))
+        return F.mse_loss(decoded, batch[0]) * self.rng.random()
+
+
 class NoCall(SeveralCalls):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return F.linear(batch[0], self.encoder[0].weight).square().mean()
@@ -1697,6 +1714,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         changing_number,
         several_calls_kept,
         sampled_before,
+        drawing_behind,
         one_block_thrice,
         deciding_blocks,
         deciding_model,
