@@ -49,6 +49,8 @@ MOST_BYTES = 16 * 2**20
 """Bytes of a larger array or tensor up to which it is looked into once in a while."""
 MOST_BYTES_SUMMED = 2**30
 """Bytes of a still larger array up to which a checksum of it is taken once in a while."""
+MOST_PARTS = 100
+"""Parts of a module, beside the LightningModule, up to which it is looked into."""
 LOOKS_BETWEEN = 128
 """How often places are looked at until they are looked at closely again."""
 
@@ -176,6 +178,19 @@ class BesideModule:
         for key in sorted(self._of_trainer & attributes.keys()):
             if _is_data(attributes[key]):
                 yield Place(TRAINER, "beside", key), attributes[key]
+
+    def modules(self) -> list[nn.Module]:
+        """The modules that the steps' code names and that are no part of the LightningModule, such as a loss.
+
+        Large ones, such as a teacher, are left out.
+        """
+        found = {id(value): value for name in self._names.values() if isinstance(value := name.value, nn.Module)}
+        own = set(map(id, self._module.modules())) if found else set()
+        return [
+            value
+            for key, value in found.items()
+            if key not in own and len(list(itertools.islice(value.modules(), MOST_PARTS + 1))) <= MOST_PARTS
+        ]
 
     def table(self, owner: str, name: str) -> MutableMapping[str, Any]:
         """Where the value of an owner stands that has this name.

@@ -26,6 +26,7 @@ from lightning_madpipe.steps.ending_contexts import EndingContexts
 from lightning_madpipe.steps.hook_values import refuse_in_loss
 from lightning_madpipe.steps.layers_call import LayersCall
 from lightning_madpipe.steps.left_untouched import left_untouched
+from lightning_madpipe.steps.metrics_by_hand import written_tables_told
 from lightning_madpipe.steps.micro_batches import MicroBatch
 from lightning_madpipe.steps.own_generators import OwnGenerators
 from lightning_madpipe.steps.rank_of_step import told_as_process
@@ -164,6 +165,8 @@ class StepRuns:
                 enter(replaced(self._module, "print", show))
                 enter(_recorded(self._module, record))
                 enter(_stop_noted(self._module, micro_batch))
+                trainer, keeps = getattr(self._module, "_trainer", None), not rehearsing and not only_inputs
+                enter(written_tables_told(trainer, micro_batch.step, warn_once, keeps=keeps))
                 if self._traces is not None:
                     enter(self._traces.hidden(micro_batch.step, is_behind=is_behind))
                 if self._is_cut:

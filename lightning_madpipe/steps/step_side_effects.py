@@ -82,6 +82,9 @@ class Beside(Protocol):
     def note_change(self, place: Place) -> None:
         """Note that a step has changed a place."""
 
+    def modules(self) -> list[nn.Module]:
+        """The modules that the steps' code names and that are no part of their own, such as a loss."""
+
     def is_of_program(self, value: Any) -> bool:
         """Whether the class of an object is the program's own."""
 
@@ -159,6 +162,7 @@ class Leftovers:
         self._undoable = undoable
         self._note_opaque(memo, lambda _: True)
         self._look_beside(beside, undoable, may_be_undone)
+        self._opaque += [(value, _held(value)) for value in ([] if beside is None else beside.modules())]
         self._restore_caches = beside.caches_kept() if beside is not None and undoable else None
 
     def _look_beside(self, beside: Beside | None, undoable: bool, may_be_undone: bool) -> None:
@@ -440,6 +444,8 @@ def _held(value: Any) -> list[Any]:
     for part in value.modules():
         for each in (*vars(part).values(), *part._buffers.values()):
             held += (each, _version(each)) if isinstance(each, Tensor) else (each,)
+            if isinstance(each, list | dict | set | deque):
+                held.append(len(each))
     return held
 
 

@@ -46,6 +46,22 @@ def test_writing_to_files_that_were_open_before_is_told(two: Records) -> None:
     assert len(said) == 1 and "training_step writes to self.lines, self.table, opened before it" in said[0]
 
 
+def test_values_that_a_step_writes_into_the_trainers_tables_are_told(two: Records) -> None:
+    """They were missing on rank 0, and on the other those of the last micro-batch: nothing was said."""
+    said = [line for rank in two.ranks for line in rank["repeated"]["tables"] if "itself" in line]
+    assert [line.partition(" itself")[0] for line in said] == [
+        "training_step writes trainer.callback_metrics['hand']",
+        "training_step writes trainer.progress_bar_metrics['shown']",
+    ]
+    assert not any("itself" in line for rank in two.ranks for line in rank["repeated"]["reads"])
+
+
+def test_a_loss_of_the_file_that_keeps_something_is_told(two: Records) -> None:
+    """Its list had 254 entries instead of 16 on the last stage, and none on the first one: nothing was said."""
+    said = [line for rank in two.ranks for line in rank["repeated"]["loss"] if "changes a" in line]
+    assert len(said) == 1 and said[0].startswith("training_step changes a KeepsLosses, and objects of this class")
+
+
 WRITES_TO = {
     "text pipe": "writes to self.target, opened", "printed to a pipe": "writes to self.target, opened",
     "binary pipe": "writes to self.target, opened", "pipe of bytes": "writes to self.target, opened",

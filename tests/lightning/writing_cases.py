@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import socket
 import sqlite3
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, redirect_stdout
@@ -100,13 +101,66 @@ class WritesLines(cases.Classifier):
         return loss
 
 
+class WritesTables(cases.Classifier):
+    """It writes into the Trainer's tables itself, and not by ``self.log``."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.trainer.callback_metrics["hand"] = loss.detach()
+        self.trainer.progress_bar_metrics.update(shown=float(loss))
+        return loss
+
+
+class ReadsTables(cases.Classifier):
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = F.cross_entropy(self(batch[0]), batch[1]) * (1 + 0 * len(self.trainer.callback_metrics))
+        self.log("loss", loss)
+        return loss
+
+
+class KeepsLosses(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    def forward(self, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(outputs, y)
+        self.losses.append(float(loss))
+        return loss
+
+
+LOSS, PLAIN_LOSS = KeepsLosses(), torch.nn.CrossEntropyLoss()
+
+
+class WithLoss(cases.Classifier):
+    """Its loss is an object of the file, which keeps something."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return LOSS(self(batch[0]), batch[1]) + 0 * PLAIN_LOSS(self.class_weights, torch.tensor(0))
+
+
 def repeated(host: Host) -> dict[str, Any]:
     """What is said of steps that run once per micro-batch."""
     found = {}
-    for name, build, loss in (("counts", Counts, "mean"), ("writes", WritesLines, "auto")):
-        with lines() as said:
+    kinds = (
+        ("counts", Counts, "mean"), ("writes", WritesLines, "auto"), ("tables", WritesTables, "auto"),
+        ("reads", ReadsTables, "auto"), ("loss", WithLoss, "auto"),
+    )  # fmt: skip
+    for name, build, loss in kinds:
+        with lines() as said, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             trained(host, seeded(build), data=cases.loader(32), max_epochs=1, strategy={"loss": loss})
-        found[name] = [line for line in said if "training_step" in line]
+        every = [*said, *(str(each.message).removeprefix("madpipe: ") for each in caught)]
+        found[name] = [line for line in every if "training_step" in line]
     return found
 
 
