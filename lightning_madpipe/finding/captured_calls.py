@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 
 from deepspeed_partition.capture.graph import Graph
-from deepspeed_partition.capture.recorder import patched
+from deepspeed_partition.capture.recorder import DrawsApartError, patched
 from deepspeed_partition.capture.recording import Call
 from deepspeed_partition.capture.structure import flatten
 from deepspeed_partition.capture.tail import leave_out
@@ -68,7 +68,12 @@ class CapturedCalls(CapturedCall):
         self._around_call: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._error: Exception | None = None
         self._found: tuple[int, Exception | None] = 0, None
-        super().__init__(module, f"the modules of {step}()", (batch,), {}, first)
+        try:
+            super().__init__(module, f"the modules of {step}()", (batch,), {}, first)
+        except DrawsApartError as error:
+            raise DrawsApartError(
+                f"{error}. What the loss alone needs can be drawn behind the last call"
+            ) from None
         if not self.made:
             raise OtherCallError(f"no call of {step} can be followed") from self._error
         if self._drawn and "" not in self.made:

@@ -1161,6 +1161,14 @@ class SampledBefore(Sampling):
         self.log("val_loss", self(batch[0], torch.arange(4))[0].square().mean())
 
 
+class DrawingBetween(SeveralCalls):
+    """Draws a factor of its loss between its calls."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        hidden, factor = self.encoder(batch[0]), random.random()
+        return F.mse_loss(self.decoder(hidden), batch[0]) * factor
+
+
 class DrawingBehind(SeveralCalls):
     """Draws a factor of its loss from a generator of its own, behind its calls."""
 
@@ -1610,8 +1618,8 @@ class Twice(nn.Module):
 def refused_modules(host: cases.Host) -> dict[str, Any]:
     found = {}
     for build in (
-        Noisy, Sampling, Dropping, NoCall, OtherOrder, ChangingCall, Branching, BranchingInside, BranchingLoss,
-        NumbersInBatch,
+        Noisy, Sampling, Dropping, DrawingBetween, NoCall, OtherOrder, ChangingCall, Branching, BranchingInside,
+        BranchingLoss, NumbersInBatch,
         Resized, Generating,
         Unequal, Attached, RateInForward, RateOfTrainer, Carrying, CarryingForBatches, CarryingByLayers,
         MixedWindow, ByChance, ByChanceFound, Adjacent, AdjacentInLayers, AdjacentBefore, SparseRows,

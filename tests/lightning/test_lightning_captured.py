@@ -30,6 +30,8 @@ def test_dropout_draws_from_the_seed(two: Records) -> None:
         ("Noisy", "training_step draws random numbers for a call of a module at captured_cases.py:"),
         ("Sampling", "training_step draws random numbers for a call of a module at captured_cases.py:"),
         ("Sampling", "one call that is given what is drawn, such as self(x, torch.randn(len(x), 8))"),
+        ("DrawingBetween", "DrawingBetween draws between its layers, from random at "),
+        ("DrawingBetween", "The loss may draw behind the last call"),
         ("Dropping", "; dropout can stand in forward() itself"),
         ("NoCall", "calls neither self() nor a module whose weights are trained"),
         ("NoCall", "unknown. Change that, or name the layers: write `def pipeline_layers(self): return [self"),
