@@ -71,9 +71,7 @@ class CapturedCalls(CapturedCall):
         try:
             super().__init__(module, f"the modules of {step}()", (batch,), {}, first)
         except DrawsApartError as error:
-            raise DrawsApartError(
-                f"{error}. What the loss alone needs can be drawn behind the last call"
-            ) from None
+            raise DrawsApartError(f"{error}. The loss may draw behind the last call") from None
         if not self.made:
             raise OtherCallError(f"no call of {step} can be followed") from self._error
         if self._drawn and "" not in self.made:
