@@ -70,6 +70,10 @@ OF_TRAINING = ("callbacks", "optimizer_states", "lr_schedulers", OUTSIDE_STATE, 
 """What a checkpoint holds only to go on with training."""
 
 
+IN_THE_ENGINE = {"state_dict": "weights", "optimizer_states": "states of an optimizer"}
+"""What a checkpoint of one device has beside that, by its key, with words."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedModel:
     """What ``madpipe-model.json`` says about the folder that it stands in."""
@@ -95,6 +99,30 @@ class SavedModel:
     def one_device_names(self) -> OneDeviceNames:
         return OneDeviceNames(
             order=tuple(self.order), of_layers={name: tuple(aliases) for name, aliases in self.names.items()}
+        )
+
+
+class AbsentError(KeyError):
+    """A hook reads of a checkpoint what no rank has of it as a whole."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class LoadedFolder(dict[str, Any]):
+    """What Lightning and its hooks put into a checkpoint, which hooks get of a folder that is loaded.
+
+    The weights and the optimizer's states are in the engine by then, on each rank those of its layers.
+    """
+
+    def __missing__(self, key: str) -> Any:
+        if key not in IN_THE_ENGINE:
+            raise KeyError(key)
+        raise AbsentError(
+            f"a hook (on_load_checkpoint) reads checkpoint[{key!r}], and a checkpoint of a pipeline has no "
+            f"{IN_THE_ENGINE[key]} there: each rank has loaded those of its layers already. Change these, and "
+            "settings of the optimizer such as the learning rate, in on_train_start, "
+            '`for group in self.optimizers().param_groups: group["lr"] = 2e-3`, on every rank'
         )
 
 

@@ -331,7 +331,7 @@ class Checkpointing(DeepSpeedStrategy):
         checkpoint_folders.load_outside_state(
             self._module, self.pipeline, checkpoint.get(checkpoint_folders.OUTSIDE_STATE, {})
         )
-        return checkpoint
+        return checkpoint_folders.LoadedFolder(checkpoint)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights of an ordinary file; the engine has those of a folder already."""

@@ -28,6 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 import lightning_madpipe
 from deepspeed_partition.engine.repartition.parameter_groups import EveryGroup
 from deepspeed_partition.options import Options
+from lightning_madpipe.checkpoint.checkpoint_folders import LoadedFolder
 from lightning_madpipe.compat.elsewhere import Elsewhere, ElsewhereError
 from lightning_madpipe.compat.unsupported import note_on_validation_within_window, notes_on
 from lightning_madpipe.module import find_layers, outside_pipeline
@@ -130,6 +131,17 @@ def test_batches_that_cannot_be_split(batch: Any, sentence: str) -> None:
     with pytest.raises(ValueError) as refusal:
         split_batch(batch, 2)
     assert sentence in str(refusal.value)
+
+
+def test_what_a_checkpoint_of_a_pipeline_does_not_have_is_told_with_the_way_out() -> None:
+    """A hook that set the learning rate in the states of the optimizer met a bare KeyError."""
+    loaded = LoadedFolder(epoch=1)
+    assert loaded["epoch"] == 1 and "optimizer_states" not in loaded and loaded.get("state_dict") is None
+    with pytest.raises(KeyError) as absent:
+        loaded["optimizer_states"]
+    assert "checkpoint['optimizer_states']" in str(absent.value) and "on_train_start" in str(absent.value)
+    with pytest.raises(KeyError, match="'other'"):
+        loaded["other"]
 
 
 def test_fingerprints_tell_batches_apart() -> None:
