@@ -60,6 +60,8 @@ SHARE_OF_ORDERS = 0.6
 """Part of all operations for first orders; the rest is for changed ones."""
 NUM_CHANGED = 3
 """Number of orders that are changed."""
+MOST_TIMES = 3
+"""Most times that all of this is done, with other draws, as long as the step becomes shorter."""
 NUM_LEADERS = 6
 """Number of allocations of other searches whose boundaries are moved."""
 SEED = 2021
@@ -78,21 +80,32 @@ class GroupSearch:
         self.ways = ways
         self.random, self.draws = Random(SEED), np.random.default_rng(SEED)
         of_step = 8 * self.problem.platform.num_devices * self.m
-        self.events_left = min(MOST_EVENTS, MOST_STEPS * of_step)
+        self.most_events = min(MOST_EVENTS, MOST_STEPS * of_step)
         is_short = self.problem.chain.num_layers < FEWEST_LAYERS or self.problem.platform.num_devices == 1
-        if is_short or self.events_left < FEWEST_STEPS * of_step:
-            self.events_left = 0
+        if is_short or self.most_events < FEWEST_STEPS * of_step:
+            self.most_events = 0
+        self.events_left: float = self.most_events
 
     def run(self, lower_bound: Callable[[], int]) -> None:
-        """Search from the best allocations so far and from those in turns.
+        """Search from the best allocations so far and from those in turns, as long as that shortens the step.
 
         Args:
             lower_bound: returns ticks than which no step is shorter: near to them nothing is done.
         """
         search = self.search
         is_whole = search.simulated == self.m  # of a longer step only the beginning is simulated
-        if not is_whole or not self.events_left or search.best <= LITTLE_IS_LEFT * lower_bound():
-            return
+        for _ in range(MOST_TIMES if is_whole and self.most_events else 0):
+            before = search.best
+            if search.out_of_time() or before <= LITTLE_IS_LEFT * lower_bound():
+                return
+            self.events_left = self.most_events
+            self._search()
+            if search.best >= before:
+                return
+
+    def _search(self) -> None:
+        """Move boundaries of the best allocations so far, try orders by groups, and change the best of these."""
+        search = self.search
         self.move_boundaries()
         search.start_again()
         found: dict[tuple[int, int], tuple[float, Placement, GroupRule]] = {}
