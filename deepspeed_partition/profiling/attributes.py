@@ -275,7 +275,8 @@ class _Held:
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
         self._objects: list[MutableMapping[str, Any]] = []
-        self._seen: set[int] = set()
+        self._seen: dict[int, Any] = {}
+        """What was looked at, by ``id``; it is held, so that no other one gets the ``id`` of a method."""
         self._search = CodeSearch(lambda module: not is_installed(module))
 
     @property
@@ -287,7 +288,7 @@ class _Held:
         """Find what ``value`` holds, if it can be called."""
         if id(value) in self._seen or isinstance(value, type) or not callable(value) or _runs_layers(value):
             return
-        self._seen.add(id(value))
+        self._seen[id(value)] = value
         if isinstance(value, nn.Module):
             self.modules.append(value)
             self._read(forward_of(value), type(value))

@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 from torch import nn
 
 from deepspeed_partition import kept_values
-from deepspeed_partition.profiling.attributes import attributes_kept
+from deepspeed_partition.profiling.attributes import attributes_kept, state_kept
 
 
 def layer_with(**attributes: Any) -> nn.Module:
@@ -116,3 +116,21 @@ def test_a_database_in_which_the_program_begins_itself(said):
         database.execute("insert into calls values (1)")
         database.execute("commit")
     assert not database.execute("select * from calls").fetchall() and not said
+
+
+class _CountsReads:
+    def __init__(self) -> None:
+        self.num_reads = 0
+
+    def read(self) -> None:
+        self.num_reads += 1
+
+
+def test_methods_that_live_for_a_moment_are_told_apart() -> None:
+    """Python makes a method where it is asked for, and the next one where the last one was: by their addresses
+    one was taken for another, and what it counts was not put back."""
+    objects = [_CountsReads() for _ in range(50)]
+    with state_kept(each.read for each in objects):
+        for each in objects:
+            each.read()
+    assert [each.num_reads for each in objects] == [0] * 50
