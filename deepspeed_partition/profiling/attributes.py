@@ -226,7 +226,7 @@ def _mark(value: Any, depth: int) -> Any:
     if state is not None:
         return id(value), state
     table = _members_of(value) if depth else None
-    return id(value), table and {key: _mark(member, depth - 1) for key, member in table.items()}
+    return id(value), None if table is None else {key: _mark(member, depth - 1) for key, member in table.items()}
 
 
 class PartialArguments(MutableMapping[str, Any]):

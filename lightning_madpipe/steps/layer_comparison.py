@@ -178,6 +178,7 @@ class LayerComparison:
             found = from_rank_0(lambda: self._writes(run.micro_batches[0]))
         if found.refusal is not None:
             raise self._lightning.refusal(found.refusal)
+        self._steps.changed_by_layers.update(of for of, _ in found.notes)
         for of, note in found.notes:
             if of not in self._told_of_writes:
                 self._lightning.warn(note)

@@ -268,7 +268,14 @@ class Outcomes:
 
     def _held_by_layers(self, changes: Sequence[Change]) -> list[tuple[str, str]]:
         """The attributes that were changed in place and that one of a layer names, too, each with that one."""
-        found = [each for each in changes if each.kind in ("refill", "extend") and each.place.kind == "attribute"]
+        of_layers = self._steps.changed_by_layers
+        found = [
+            each
+            for each in changes
+            if each.kind in ("refill", "extend")
+            and each.place.kind == "attribute"
+            and str(each.place) not in of_layers
+        ]
         if not found:
             return []
         held = {

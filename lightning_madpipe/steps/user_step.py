@@ -149,6 +149,8 @@ class UserSteps:
         """Whether what runs is to leave no trace, and the other pipelines may not run it."""
         self.error_in_rehearsal: Exception | None = None
         """What a step has raised that was only measured: after it a backward may fail with words of torch."""
+        self.changed_by_layers: set[str] = set()
+        """What of the module layers change, which was said."""
         self.draws = OwnGenerators(module, ignored, error)
         self.beside = BesideModule(module)
         """What steps may change beside the module."""

@@ -110,6 +110,25 @@ def test_lists_that_torch_makes_of_weights_are_no_change_of_a_layer():
     assert not any(changed_attributes(layer).values())
 
 
+def test_a_trainer_that_a_hook_gives_a_layer_is_no_change_of_the_layer():
+    """A layer that read trainer.global_step was said to have changed the Trainer while it ran."""
+
+    class Trainer:
+        pass
+
+    Trainer.__module__ = "pytorch_lightning.trainer.trainer"
+
+    class Meter:
+        pass
+
+    layer = nn.Linear(2, 2)
+    layer.trainer, layer.meter, layer.own = None, None, Meter()
+    remember_attributes([layer], again=True)
+    layer.trainer, layer.meter, layer.own.number = Trainer(), Meter(), 1
+    [changed] = changed_attributes(layer).values()
+    assert sorted(changed) == ["meter", "own"]
+
+
 def test_needs_by_layer():
     layers = [nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 4)]
     layers[0].bias.requires_grad_(False)

@@ -150,6 +150,13 @@ def test_predictions_of_what_a_layer_leaves_are_refused(two: Records) -> None:
         assert "AUX while it runs, and predict_step returns it" in rank["said_of_predictions"]
 
 
+def test_what_a_layer_changes_in_a_dict_of_the_module_is_not_said_of_the_step(two: Records) -> None:
+    """It was said that training_step changes it, which reads nothing of it."""
+    lines = [line for rank in two.ranks for line in rank["said_of_layers"]["a dict that both name"]]
+    assert len(lines) == 3 and lines[1:] == ["not refused"] * 2
+    assert "(Leaves) changes self.table while it runs, and on_train_epoch_end reads it" in lines[0]
+
+
 READ_BY = {
     "what a step logs": "self.value while it runs, and training_step reads it",
     "what an evaluation logs": "_cases.AUX while it runs, and validation_step and training_step read it",

@@ -22,6 +22,7 @@ from numpy.random import MT19937, PCG64, PCG64DXSM, SFC64, Philox
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from deepspeed_partition.code_names import module_of
 from deepspeed_partition.engine.pipeline.parts import (
     LOSS,
     Part,
@@ -302,6 +303,8 @@ def only_what_changed(part: Part, there: PartInfo, built: nn.Module | None = Non
     return replace(there, attributes=changed)
 
 
+HOSTS = frozenset(("lightning", "lightning_fabric", "pytorch_lightning"))
+"""Packages whose objects no layer makes."""
 _FIRST = WeakIdKeyDictionary()  # a module's own hash may depend on what it holds, as a metric's does
 """What modules that a program has built had when all ranks last had the same: attributes, by fingerprints."""
 
@@ -345,10 +348,15 @@ def _changed_since(layer: nn.Module, there: PartInfo) -> dict[str, dict[str, Any
             changed[path] = {
                 name: _staying(module, name, value) if isinstance(value, Unsendable) else value
                 for name, value in found.items()
-                if first.get(name) != now[name]
+                if first.get(name) != now[name] and not _is_of_hosts(vars(module).get(name))
             }
             changed[path].update({name: Gone() for name in first if name not in found and name.isidentifier()})
     return changed
+
+
+def _is_of_hosts(value: Any) -> bool:
+    """Whether this is an object such as a Trainer, which hooks give to layers, each rank its own."""
+    return module_of(type(value)).partition(".")[0] in HOSTS
 
 
 def _staying(module: nn.Module, name: str, value: Unsendable) -> Staying:
