@@ -180,17 +180,19 @@ class BesideModule:
                 yield Place(TRAINER, "beside", key), attributes[key]
 
     def modules(self) -> list[nn.Module]:
-        """The modules that the steps' code names and that are no part of the LightningModule, such as a loss.
+        """The modules that the steps' code names and that are no part of the LightningModule, such as a loss."""
+        return list({id(value): value for value in self.modules_at().values()}.values())
 
-        Large ones, such as a teacher, are left out.
-        """
-        found = {id(value): value for name in self._names.values() if isinstance(value := name.value, nn.Module)}
+    def modules_at(self) -> dict[Place, nn.Module]:
+        """The same by their places. Large ones, such as a teacher, are left out."""
+        named = ((place, name.value) for place, name in self._names.items())
+        found = {place: value for place, value in named if isinstance(value, nn.Module)}
         own = set(map(id, self._module.modules())) if found else set()
-        return [
-            value
-            for key, value in found.items()
-            if key not in own and len(list(itertools.islice(value.modules(), MOST_PARTS + 1))) <= MOST_PARTS
-        ]
+        return {
+            place: value
+            for place, value in found.items()
+            if id(value) not in own and len(list(itertools.islice(value.modules(), MOST_PARTS + 1))) <= MOST_PARTS
+        }
 
     def table(self, owner: str, name: str) -> MutableMapping[str, Any]:
         """Where the value of an owner stands that has this name.

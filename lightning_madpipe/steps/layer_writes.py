@@ -13,7 +13,6 @@ Hooks of the user on layers do not run meanwhile, see ``hooks_that_collect.py``.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -23,21 +22,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from deepspeed_partition.code_names import STEPS, CodeSearch, forward_of, function_of, is_librarys
+from deepspeed_partition.code_names import STEPS, CodeSearch, forward_of, function_of
 from deepspeed_partition.engine.runtime.first_failure import in_words
 from deepspeed_partition.engine.runtime.random_state import random_state
 from deepspeed_partition.profiling.attributes import attributes_kept, attributes_of
 from deepspeed_partition.profiling.isolation import stand_ins
 from lightning_madpipe.finding.captured_calls import CapturedCalls
-from lightning_madpipe.module import PipelineCall, called_as_written, named_owners, outside_pipeline
+from lightning_madpipe.module import PipelineCall, called_as_written, outside_pipeline
 from lightning_madpipe.steps.batches import map_children
 from lightning_madpipe.steps.beside_module import TRAINER, BesideModule
+from lightning_madpipe.steps.hooks_of_program import hooks_of_program
 from lightning_madpipe.steps.hooks_that_collect import collected_by_hooks
 from lightning_madpipe.steps.layers_on_parts import function_of_layer
 from lightning_madpipe.steps.micro_batches import MicroBatch
 from lightning_madpipe.steps.module_state import buffer_values, buffers_restored, fits, silenced
 from lightning_madpipe.steps.reached_objects import attributes_of as attributes_of_object
-from lightning_madpipe.steps.step_side_effects import Leftovers, Place, Seen, look
+from lightning_madpipe.steps.step_side_effects import Leftovers, Place, are_held, held_by, look
 from lightning_madpipe.steps.tensor_comparison import has_gradient
 from lightning_madpipe.steps.user_step import UserSteps
 
@@ -61,13 +61,11 @@ OF_MODULE = (
     "on each rank another one. Let it be an attribute or a buffer of the layer"
 )
 LOGS = (
-    "{layer} calls self.log({names}) while it runs: in a pipeline a layer runs on the rank that has it, once per "
+    "{layers} self.log({names}) while {run}: in a pipeline a layer runs on the rank that has it, once per "
     "micro-batch and in trials, and what it logs there is another number than in one process, or missing. Let it "
     "return the value with its output, with one number for each sample, as in `return x, value.expand(len(x))`, "
     "let the layers behind it hand that on, and log it in the step"
 )
-_NO_HOOKS = frozenset(("forward", "setup", "teardown", "configure_optimizers", "prepare_data", "pipeline_layers"))
-"""Methods of hosts that programs write, and that run no batch, or not in a pipeline."""
 
 
 class Found(NamedTuple):
@@ -118,7 +116,7 @@ class LayerWrites:
             own.read(*each)
         if not own.functions or (self._call.captured is None and None in self._functions):
             return Found()
-        hooks = [(function, type(owner)) for _, owner, function in _hooks(self._module)]
+        hooks = [(function, type(owner)) for _, owner, function in hooks_of_program(self._module)]
         beside = BesideModule(self._module, more=[*code, *hooks])
         with ExitStack() as stack:
             collecting = [each.function for each in collected_by_hooks(self._module, self._call)]
@@ -136,10 +134,7 @@ class LayerWrites:
         run = _Run(self, micro_batch, beside)
         with run.undone():
             whole = run.with_layers()
-        notes = {
-            f"{layer} logs": LOGS.format(layer=layer, names=", ".join(map(repr, names)))
-            for layer, names in run.logging.items()
-        }
+        notes = dict(_notes_on_logs(run.logging))
         places = [place for place in run.changed if not self._is_hidden(place)]
         readers = self._readers(beside, own)
         reading = {place: [name for name, reads in readers if reads(place)] for place in places}
@@ -198,7 +193,7 @@ class LayerWrites:
         """Steps and hooks, in words, each with what tells whether its code names a place."""
         run_in_layers = set(map(id, own.functions))
         found = []
-        for words, owner, function in _hooks(self._module):
+        for words, owner, function in hooks_of_program(self._module):
             search = CodeSearch(beside.is_programs)
             search.read(function, type(owner))
             if owner is self._module and function.__name__ in STEPS:
@@ -272,12 +267,16 @@ class _Run:
         def run(path: str | None, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
             nonlocal running
             before, running = self._look(), True
+            modules = {place: (part, held_by(part)) for place, part in self._beside.modules_at().items()}
             try:
                 with self._writes._layers_see_all(), _followed(inside, lambda: None):
                     outputs = self._writes.call_of(path, arguments, keywords)
             finally:
                 running = False
                 changed.update((change.place, None) for change in before.changes())
+                for place, (part, held) in modules.items():  # such as a metric of the file
+                    if not are_held(held, held_by(part)):
+                        changed[place] = None
             self._outputs.append(_copied(outputs))
             self._ends.append(random_state())
             return outputs
@@ -300,20 +299,16 @@ class _Run:
         """The innermost parts of layers that change places, in words."""
         found: dict[Place, str] = {}
         inside: list[nn.Module] = []
-        seen: dict[Place, Seen | None] = {}
+        seen: dict[Place, Callable[[Any], bool]] = {}
 
         def check() -> None:
             for place in places:
                 value = self._value(place)
-                before = seen.get(place)
-                if place in seen and (before is None) != (value is _MISSING):
-                    has_changed = True
-                else:
-                    has_changed = before is not None and before.difference(place, value) is not None
+                has_changed = place in seen and seen[place](value)
                 if has_changed and inside and place not in found:
                     found[place] = self._writes.shown(inside[-1])
                 if has_changed or place not in seen:
-                    seen[place] = None if value is _MISSING else look(value, False, {})
+                    seen[place] = _differs_from(value, place)
 
         def run(path: str | None, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
             check()
@@ -393,20 +388,6 @@ class _Outcome(NamedTuple):
 _MISSING = object()
 
 
-def _hooks(module: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The steps and hooks that a program has written, in words, with their owner and the function."""
-    for name, owner in named_owners(module).items():
-        kind = type(owner)
-        if is_librarys(kind):
-            continue
-        of_host = {key for base in kind.__mro__ if is_librarys(base) for key in vars(base)}
-        for key in dict.fromkeys(key for base in kind.__mro__ if not is_librarys(base) for key in vars(base)):
-            function = function_of(inspect.getattr_static(kind, key))
-            is_hook = key in of_host and key not in _NO_HOOKS and not key.startswith("_")
-            if function is not None and is_hook:
-                yield key if owner is module else f"{key} of {name}", owner, function
-
-
 def _reads(search: CodeSearch, beside: BesideModule) -> Callable[[Place], bool]:
     """What tells whether code names a place."""
 
@@ -423,6 +404,28 @@ def _reads(search: CodeSearch, beside: BesideModule) -> Callable[[Place], bool]:
         return any(key == own.key and each.is_at(own) for (_, key), each in search.found.items())
 
     return reads
+
+
+def _notes_on_logs(logging: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
+    """What is said of parts of layers that log, each with the names, with what it is known by."""
+    if not logging:
+        return
+    names = list(dict.fromkeys(name for each in logging.values() for name in each))
+    shown = ", ".join([*map(repr, names[:3]), *["..."] * (len(names) > 3)])
+    layers = f"{_in_words(list(logging))} call{'s' if len(logging) == 1 else ''}"
+    run = "it runs" if len(logging) == 1 else "they run"
+    yield f"logs {names}", LOGS.format(layers=layers, names=shown, run=run)
+
+
+def _differs_from(value: Any, place: Place) -> Callable[[Any], bool]:
+    """Return what tells whether what stands at a place is another thing than this is now."""
+    if isinstance(value, nn.Module):
+        held = held_by(value)
+        return lambda now: now is not value or not are_held(held, held_by(now))
+    if value is _MISSING:
+        return lambda now: now is not _MISSING
+    seen = look(value, False, {})
+    return lambda now: now is _MISSING or seen.difference(place, now) is not None
 
 
 @contextmanager

@@ -162,7 +162,7 @@ class Leftovers:
         self._undoable = undoable
         self._note_opaque(memo, lambda _: True)
         self._look_beside(beside, undoable, may_be_undone)
-        self._opaque += [(value, _held(value)) for value in ([] if beside is None else beside.modules())]
+        self._opaque += [(value, held_by(value)) for value in ([] if beside is None else beside.modules())]
         self._restore_caches = beside.caches_kept() if beside is not None and undoable else None
 
     def _look_beside(self, beside: Beside | None, undoable: bool, may_be_undone: bool) -> None:
@@ -224,7 +224,7 @@ class Leftovers:
             # One that is an attribute, too, is looked into as one, or is a layer.
             own = set(map(id, self._module.modules()))
             found = [value for value in found if id(value) not in own]
-        self._opaque += [(value, _held(value)) for value in found]
+        self._opaque += [(value, held_by(value)) for value in found]
         if self._undoable:
             parts = [
                 part for value in found if isinstance(value, Metric | MetricCollection) for part in value.modules()
@@ -266,7 +266,7 @@ class Leftovers:
         return [
             type(value).__name__
             for value, before in self._opaque
-            if (among is None or id(value) in among) and not _are_held(before, _held(value))
+            if (among is None or id(value) in among) and not are_held(before, held_by(value))
         ]
 
     def undo(self, is_wanted: Callable[[Change], bool] = lambda _: True) -> None:
@@ -436,7 +436,7 @@ def _is_opaque(value: Any) -> bool:
     return module_of(type(value)).partition(".")[0] not in LIBRARIES
 
 
-def _held(value: Any) -> list[Any]:
+def held_by(value: Any) -> list[Any]:
     """What an object has in its attributes; of a module also that of its parts, and how often tensors changed."""
     if not isinstance(value, nn.Module):
         return list(vars(value).values())
@@ -449,7 +449,7 @@ def _held(value: Any) -> list[Any]:
     return held
 
 
-def _are_held(before: list[Any], now: list[Any]) -> bool:
+def are_held(before: list[Any], now: list[Any]) -> bool:
     """Whether an object holds what it held; versions are numbers, which may be equal and not the same."""
     return len(before) == len(now) and all(
         old is new or (type(old) is int and old == new) for old, new in zip(before, now, strict=True)

@@ -1,7 +1,7 @@
 """What a step leaves on its module when it runs once for a batch, beside what its micro-batches leave together.
 
 Entries of a list are one for each run of the step, and so is what a metric is told of a loss. Where the batch and
-its micro-batches leave the same, as predictions that are joined do, nothing is said.
+its micro-batches leave the same, as predictions do that a hook joins, nothing is said.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 
+from deepspeed_partition.code_names import CodeSearch
+from lightning_madpipe.steps.hooks_of_program import hooks_of_program
 from lightning_madpipe.steps.metrics import copied, metrics_in_containers, metrics_of
 
 CLOSE = 1e-4
 MOST_NAMED = 4
+JOINS = frozenset(("cat", "chain", "concat", "concatenate", "from_iterable", "hstack", "vstack"))
+"""Functions for which it is the same in how many pieces a list has its numbers."""
 
 Numbers = dict[str, Tensor]
 """The numbers in a value, one after the other, by the keys that lead to them."""
@@ -49,6 +53,7 @@ class StepTraces:
         # One that has been told something before would dilute what this batch tells it.
         self._fresh = {name for name, metric in self._metrics.items() if not metric.update_called}
         self._before = steps.leftovers(undoable=True)
+        self._module = module
         self._means: dict[str, list[tuple[float, float]]] = defaultdict(list)
 
     def taken(self) -> dict[str, Trace]:
@@ -63,6 +68,16 @@ class StepTraces:
                 found[_named(name, metric)] = Trace(None, numbers_of(_value_of(metric)))
         self._before.undo()
         return found
+
+    def is_joined(self, name: str) -> bool:
+        """Whether a step or a hook that names a list joins what is in lists, as by ``torch.cat``."""
+        key = name.rpartition(".")[2]
+        for _, owner, function in hooks_of_program(self._module):
+            search = CodeSearch(self._steps.beside.is_programs)
+            search.read(function, type(owner))
+            if key in search.written and not JOINS.isdisjoint(search.written):
+                return True
+        return False
 
     def note(self, size: int) -> None:
         """Note the metrics after the step of a micro-batch of so many samples."""
@@ -95,13 +110,19 @@ def differences(
         trained: By those that the batch is trained in; empty where they are the same.
         even: The batch is cut into micro-batches of one size when it trains.
     """
-    return [
+    found = [
         _in_words(name, trace, pieces[name], trained.get(name))
         for name, trace in whole.items()
         if name in pieces
         and not _are_same(trace, pieces[name])
         and not (even and traces.is_mean_over(name, trace))
     ]
+    cut = [
+        f"{name} gets {pieces[name].num_entries} entries instead of {trace.num_entries}, which are the same joined"
+        for name, trace in whole.items()
+        if name in pieces and trace.num_entries != pieces[name].num_entries and _are_same(trace, pieces[name])
+    ]
+    return found + [each for each in cut if not traces.is_joined(each.partition(" ")[0])]
 
 
 def said(differing: Sequence[str]) -> str:

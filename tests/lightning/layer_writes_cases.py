@@ -15,6 +15,7 @@ import torch
 from pytorch_lightning.callbacks import Callback
 from torch import nn
 from torch.nn import functional as F
+from torchmetrics import MeanMetric
 
 from tests.choice import run_chosen
 from tests.lightning import lightning_cases as cases
@@ -24,6 +25,7 @@ from tests.lightning.lightning_cases import Host, refused, seeded, trained
 AUX: list[torch.Tensor] = []
 LAST: dict[str, Any] = {"aux": 0.0}
 STACK: list[list[torch.Tensor]] = []
+MEAN = MeanMetric()
 CACHE: dict[int, torch.Tensor] = {}
 
 
@@ -216,6 +218,14 @@ class Plain(InHook):
         pass
 
 
+class TwoOfThem(Plain):
+    def __init__(self, leave: Callable[[Any, torch.Tensor], None]) -> None:
+        super().__init__(leave)
+        other = Leaves(leave)
+        other.owner.append(self)
+        self.net = nn.Sequential(*self.net[:3], other, self.net[4])
+
+
 class InSharedDict(Plain):
     """A dict that the module and a layer name, which the last stage has."""
 
@@ -231,6 +241,16 @@ class InSharedDict(Plain):
 
 def to_own_table(layer: Any, x: torch.Tensor) -> None:
     layer.table["sum"] = layer.table["sum"] + 1.0
+
+
+class ReadsMetric(Plain):
+    def on_train_epoch_end(self) -> None:
+        self.log("mean", MEAN.compute())
+        MEAN.reset()
+
+
+def to_metric(layer: Any, x: torch.Tensor) -> None:
+    MEAN.update(x.detach().abs().mean())
 
 
 class ReadsTrainer(Plain):
@@ -288,9 +308,11 @@ KINDS: dict[str, tuple[Callable[..., Module], Callable[[Any, torch.Tensor], None
     "a hook": (InHook, to_global),
     "a callback": (lambda leave: Plain(leave), to_global),
     "a dict that both name": (InSharedDict, to_own_table),
+    "a metric of the file": (ReadsMetric, to_metric),
     "the Trainer": (ReadsTrainer, to_trainer),
     "a buffer of the module": (Plain, to_buffer),
     "a layer that logs": (Plain, logs),
+    "two layers that log": (TwoOfThem, logs),
     "a layer that logs in evaluation": (LogsInEvaluation, logs_in_evaluation),
     "own count": (Plain, counts),
     "a cache": (Plain, caches),
@@ -323,7 +345,7 @@ def said_of_layers(host: Host) -> dict[str, Any]:
                 )
             )
         every = [*said, *(str(each.message) for each in caught), error]
-        words = ("while it runs", "of a layer, too")
+        words = ("while it runs", "while they run", "of a layer, too")
         return [line.split("] ")[-1] for line in every if any(word in line for word in words) or line is error]
 
     return run_chosen({name: lambda name=name: fit(name) for name in KINDS})

@@ -525,6 +525,7 @@ class Collecting(Layers):
         self.losses: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] = []
         self.names: list[int] = []
+        self.features: list[torch.Tensor] = []
         self.highest, self.mean, self.all = MaxMetric(), MeanMetric(), CatMetric()
         self.accuracy = MulticlassAccuracy(cases.NUM_CLASSES)
         self.called = MeanMetric()
@@ -536,6 +537,7 @@ class Collecting(Layers):
         loss = F.cross_entropy(logits, y)
         self.losses.append(loss.detach())
         self.outputs.append(logits.detach())
+        self.features.append(2 * logits.detach())
         self.names.extend(y.tolist())
         self.num_steps += 1
         for metric in (self.highest, self.mean, self.all):
@@ -543,6 +545,9 @@ class Collecting(Layers):
         self.called(loss)  # keeps the loss with its graph, which no copy of the metric can have
         self.accuracy.update(logits, y)
         return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.outputs = [torch.cat(self.outputs)]
 
 
 class Selecting(Layers):

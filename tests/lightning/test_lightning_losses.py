@@ -168,9 +168,20 @@ def test_what_micro_batches_leave_otherwise_on_the_module_is_said_once(two: Reco
     """Predictions and labels that are joined, and a mean of losses, are what one process leaves."""
     [said] = [each for each in two.of("turned")["collecting"]["said"] if "once per micro-batch" in each]
     assert "self.losses gets 4 entries instead of 1; self.num_steps is 4 instead of 1" in said
+    assert "; and 1 more: " in said  # self.features, which nobody joins
     assert "self.highest (MaxMetric) is" in said and "self.all (CatMetric) differs" in said
     assert not any(name in said for name in ("outputs", "names", "MeanMetric", "accuracy"))
     assert "loss='batch'" in said and not two.of("turned")["collecting"]["once"]
+
+
+def test_the_number_of_entries_is_told_of_tensors_that_nobody_joins() -> None:
+    """A list of outputs got 8 entries for each batch in silence, where a list of numbers was told."""
+    tensors = {"": torch.arange(4.0)}
+    whole = {"self.joined": Trace(1, tensors), "self.kept": Trace(1, tensors), "self.names": Trace(4, tensors)}
+    pieces = {"self.joined": Trace(4, tensors), "self.kept": Trace(4, tensors), "self.names": Trace(4, tensors)}
+    traces: Any = SimpleNamespace(is_mean_over=lambda *_: False, is_joined=lambda name: name == "self.joined")
+    found = differences(traces, whole, pieces, {}, even=True)
+    assert found == ["self.kept gets 4 entries instead of 1, which are the same joined"]
 
 
 def test_a_number_that_two_ways_to_merge_give_by_chance_is_not_settled() -> None:

@@ -162,6 +162,7 @@ READ_BY = {
     "what an evaluation logs": "_cases.AUX while it runs, and validation_step and training_step read it",
     "a hook": "_cases.AUX while it runs, and on_train_epoch_end reads it",
     "a callback": "_cases.AUX while it runs, and on_train_epoch_end of Reads reads it",
+    "a metric of the file": "_cases.MEAN while it runs, and on_train_epoch_end reads it",
     "the Trainer": "trainer.act while it runs, and on_train_batch_end reads it",
     "a buffer of the module": "self.average while it runs, which is no part of that layer",
 }
@@ -184,6 +185,11 @@ def test_a_layer_that_logs_is_told(two: Records, kind: str) -> None:
     assert error == "not refused" and line.startswith(
         "madpipe: self.net.2 (Leaves) calls self.log('inner') while it runs"
     )
+
+
+def test_several_layers_that_log_are_told_in_one_line(two: Records) -> None:
+    line, error = two.ranks[0]["said_of_layers"]["two layers that log"]
+    assert error == "not refused" and "(Leaves) and self.net.3 (Leaves) call self.log('inner') while they" in line
 
 
 @pytest.mark.parametrize("kind", ["own count", "a cache", "a list that nobody reads", "none"])
