@@ -117,10 +117,12 @@ def differences(
         and not _are_same(trace, pieces[name])
         and not (even and traces.is_mean_over(name, trace))
     ]
+    as_trained = {**pieces, **trained}  # where the micro-batches of the trial are fewer
     cut = [
-        f"{name} gets {pieces[name].num_entries} entries instead of {trace.num_entries}, which are the same joined"
+        f"{name} gets {as_trained[name].num_entries} entries instead of {trace.num_entries}, which are the same "
+        "joined"
         for name, trace in whole.items()
-        if name in pieces and trace.num_entries != pieces[name].num_entries and _are_same(trace, pieces[name])
+        if name in pieces and trace.num_entries != as_trained[name].num_entries and _are_same(trace, pieces[name])
     ]
     return found + [each for each in cut if not traces.is_joined(each.partition(" ")[0])]
 

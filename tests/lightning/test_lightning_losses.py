@@ -182,6 +182,9 @@ def test_the_number_of_entries_is_told_of_tensors_that_nobody_joins() -> None:
     traces: Any = SimpleNamespace(is_mean_over=lambda *_: False, is_joined=lambda name: name == "self.joined")
     found = differences(traces, whole, pieces, {}, even=True)
     assert found == ["self.kept gets 4 entries instead of 1, which are the same joined"]
+    trained = {**pieces, "self.kept": Trace(8, tensors)}  # the trial cuts eight samples in four
+    found = differences(traces, whole, pieces, trained, even=True)
+    assert found == ["self.kept gets 8 entries instead of 1, which are the same joined"]
 
 
 def test_a_number_that_two_ways_to_merge_give_by_chance_is_not_settled() -> None:
