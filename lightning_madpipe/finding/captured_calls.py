@@ -23,13 +23,14 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 
 from deepspeed_partition.capture.graph import Graph
-from deepspeed_partition.capture.recorder import DrawsApartError, patched
+from deepspeed_partition.capture.recorder import CaptureError, DrawsApartError, patched
 from deepspeed_partition.capture.recording import Call
 from deepspeed_partition.capture.structure import flatten
 from deepspeed_partition.capture.tail import leave_out
+from deepspeed_partition.engine.runtime.first_failure import in_words
 from lightning_madpipe.finding.captured_call import CapturedCall, OtherCallError
 from lightning_madpipe.finding.changed_in_place import ChangedInPlace
-from lightning_madpipe.finding.step_call import SILENT, do_nothing, replaced, rest_of_arguments
+from lightning_madpipe.finding.step_call import SILENT, do_nothing, line_of_users, replaced, rest_of_arguments
 
 _SIGNATURE = inspect.signature(lambda batch: None)
 WAY_OUT = "put what the step calls into forward(), and call self(...) there"
@@ -72,6 +73,13 @@ class CapturedCalls(CapturedCall):
             super().__init__(module, f"the modules of {step}()", (batch,), {}, first)
         except DrawsApartError as error:
             raise DrawsApartError(f"{error}. The loss may draw behind the last call") from None
+        except CaptureError:
+            if self.made or self._error is None:
+                raise
+            line, raised = line_of_users(self._error), " ".join(in_words(self._error).split()).removesuffix(".")
+            raise OtherCallError(
+                f"{step} raises at {line} where it is run without data, before it makes a call: {raised}"
+            ) from self._error
         if not self.made:
             raise OtherCallError(f"no call of {step} can be followed") from self._error
         if self._drawn and "" not in self.made:

@@ -282,6 +282,18 @@ def test_a_step_that_asks_for_data_between_its_calls_is_named() -> None:
     assert call.why_fewer().startswith("training_step makes 4 calls, of which 3 are found, for behind these it ")
 
 
+def test_a_step_that_asks_for_data_before_its_calls_is_named() -> None:
+    """A step that acts in an environment of tensors was said to call nothing that depends on its arguments."""
+
+    class Acts(Autoencoder):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            torch.arange(3.0).numpy()
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(ValueError, match=r"^training_step raises at test_finding_layers.py:\d+ where .* Runtime"):
+        CapturedCalls(Acts(), "training_step", torch.randn(4, 8), ["encoder", "mean", "spread", "decoder"])
+
+
 def test_a_call_that_is_refused_has_the_arguments_of_the_class() -> None:
     """A refusal of another call named the entry of a batch ``_.0.len.4``, after the arguments of what refuses."""
     model = nn.Sequential(nn.Linear(2, 2))
