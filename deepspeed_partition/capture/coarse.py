@@ -28,6 +28,7 @@ from deepspeed_partition.capture.model_layers import Layers, TiedLayer, fill
 from deepspeed_partition.capture.program import ShapeError
 from deepspeed_partition.capture.recorder import DECIDES, CaptureError, DrawsApartError, patched
 from deepspeed_partition.capture.structure import Structure, build, flatten, holds_tensors, names_of
+from deepspeed_partition.tensor_values import put_back
 
 WAY_OUT = (
     "put what depends on the data into a module of its own, which then runs whole, or write the model's layers as "
@@ -631,7 +632,7 @@ def _put_back(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             for buffer, value in buffers:
-                buffer.copy_(value)
+                put_back(buffer, value)
 
 
 def _run_in_order(name: str, container: nn.Module, calls: dict[str, list[Any]]) -> list[Any]:

@@ -36,6 +36,7 @@ from deepspeed_partition.kept_values import (
     state_of,
     told_of,
 )
+from deepspeed_partition.tensor_values import put_back as put_values_back
 
 PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
 """Types of values that nothing changes in place."""
@@ -540,6 +541,9 @@ def _nothing() -> None:
 
 
 def _copy_back(tensor: torch.Tensor, copy: torch.Tensor) -> None:
+    if tensor.shape != copy.shape:
+        put_values_back(tensor, copy)
+        return
     with torch.no_grad():
         tensor.copy_(copy)
 

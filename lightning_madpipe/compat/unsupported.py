@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from deepspeed_partition.code_names import is_installed
 from deepspeed_partition.planner.weight_versions import FLUSH, TWO_VERSIONS
@@ -452,6 +452,31 @@ def layers_of_statistics(modules: Iterator[tuple[str, nn.Module]]) -> Iterator[s
             counts = part.training and kept and hasattr(part, "running_var") and not frozen
         if counts:
             yield f"{name} ({type(part).__name__})"
+
+
+def layers_of_observers(modules: Iterator[tuple[str, nn.Module]]) -> Iterator[str]:
+    """The names of the modules that observe ranges of values for quantization, and go by them."""
+    for name, part in modules:
+        enabled = dict.get(part._buffers, "observer_enabled")  # None on a rank that does not run the layer
+        if isinstance(enabled, Tensor) and part.training and not enabled.is_meta and bool(enabled.any()):
+            yield f"{name} ({type(part).__name__})"
+
+
+def notes_on_observers(names: Sequence[str], sizes: Sequence[int]) -> Iterator[str]:
+    """Yield what layers observe that see a whole batch in one process, once, and what can be done about it.
+
+    Args:
+        names: Of the layers that observe.
+        sizes: Of the micro-batches of a batch.
+    """
+    if names:
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield (
+            f"observers of quantization ({names[0]}{others}) see micro-batches, {max(sizes)} of the {sum(sizes)} "
+            f"samples, {len(sizes)} times for a batch, and averages of what they see go on so often: another "
+            "training than in one process. Ways out: num_micro_batches=1, or disable_observer of "
+            "torch.ao.quantization after some steps"
+        )
 
 
 def notes_on_statistics(names: Sequence[str], sizes: Sequence[int]) -> Iterator[str]:

@@ -20,9 +20,11 @@ from deepspeed_partition.profiling.sources import users_names
 from lightning_madpipe.compat.collective_calls import IN_A_LAYER, collectives_refused
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.unsupported import (
+    layers_of_observers,
     layers_of_statistics,
     notes_on_draws,
     notes_on_hooks,
+    notes_on_observers,
     notes_on_parts,
     notes_on_statistics,
 )
@@ -226,6 +228,9 @@ class LayerComparison:
         if self._module.training and len(sizes) > 1:
             statistics = self.layers_of_statistics()
             notes += notes_on_statistics(statistics, sizes)
+            observers = self._layers_of_all_ranks(layers_of_observers)
+            notes += notes_on_observers(observers, sizes)
+            statistics += observers
         if len(sizes) > 1:
             mixing = [name for name in on_parts.mixing if name not in (*statistics, *self._named)]
             keeping = [name for name in on_parts.keeping if name not in self._named]
@@ -327,11 +332,19 @@ class LayerComparison:
                 raise self._lightning.refusal(found[0]) from None
 
     def layers_of_statistics(self) -> list[str]:
+        return self._layers_of_all_ranks(layers_of_statistics, self._opened_statistics)
+
+    def _layers_of_all_ranks(
+        self,
+        found: Callable[[Iterator[tuple[str, nn.Module]]], Iterator[str]],
+        more: Callable[[Sequence[nn.Module]], Iterator[str]] = lambda _: iter(()),
+    ) -> list[str]:
+        """The names of the layers, of any stage, that a function finds. Collective."""
         elsewhere = self._pipeline.elsewhere
         named = ((f"self.{name}", part) for name, part in self._module.named_modules() if part in elsewhere.inside)
         parts = list(elsewhere.made_for_the_pipeline())
         made = ((type(part).__name__, part) for part in parts if not isinstance(part, Branch))
-        mine = [*layers_of_statistics(named), *layers_of_statistics(made), *self._opened_statistics(parts)]
+        mine = [*found(named), *found(made), *more(parts)]
         everyone = gather_objects(mine, self._pipeline.mpu().get_pipe_parallel_group())
         return list(dict.fromkeys(name for names in everyone for name in names))
 

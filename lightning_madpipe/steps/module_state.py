@@ -10,6 +10,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from deepspeed_partition.tensor_values import put_back
 from lightning_madpipe.compat.unsupported import HOOKS, is_of_model, libraries_of
 
 
@@ -22,7 +23,7 @@ def buffer_values(modules: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
 def restore_buffers(buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Put the values back that :func:`buffer_values` has copied."""
     for buffer, value in buffers:
-        buffer.data.copy_(value)  # without a new version, for autograd may have saved the buffer
+        put_back(buffer, value)
 
 
 @contextmanager

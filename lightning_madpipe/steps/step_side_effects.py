@@ -37,6 +37,7 @@ from deepspeed_partition.raw_states import (
     put_raw_state,
     raw_state,
 )
+from deepspeed_partition.tensor_values import put_back
 from lightning_madpipe.compat.elsewhere import HiddenTensors, StandIn
 from lightning_madpipe.module import outside_pipeline
 from lightning_madpipe.steps.reached_objects import ReachedObjects, attributes_of
@@ -519,7 +520,9 @@ def restore(seen: Seen, visited: set[int]) -> None:
         return
     visited.add(id(value))
     if isinstance(value, Tensor):
-        if not _is_same(seen, value, set()):
+        if value.shape != contents.shape:
+            put_back(value, contents)
+        elif not _is_same(seen, value, set()):
             value.detach().copy_(contents)
         return
     if isinstance(value, numpy.ndarray | set):

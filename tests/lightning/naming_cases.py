@@ -347,6 +347,32 @@ class TemperedClassifier(cases.SequentialClassifier):
         return loss
 
 
+class Ranged(nn.Module):
+    """Observes a range as ``FakeQuantize`` of torch does: a buffer that has its shape from the first data on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("observer_enabled", torch.ones(1, dtype=torch.uint8))
+        self.register_buffer("range", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                seen = x.abs().amax(0)
+                old = seen if not self.range.numel() else 0.9 * self.range + 0.1 * seen
+                self.range.resize_(seen.shape).copy_(old)
+        if not self.range.numel():
+            return x
+        limit = self.range.clone()  # the next micro-batch comes before the backward of this one
+        return torch.minimum(torch.maximum(x, -limit), limit)
+
+
+class RangedClassifier(cases.SequentialClassifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, Ranged())
+
+
 def whole_batches(host: Host) -> dict[str, Any]:
     """With one micro-batch a layer may do all that, and trials leave nothing of it."""
     strategy = {"num_micro_batches": 1, "algorithm": [0, 4, 8], "warmup_epochs": 0}
@@ -381,6 +407,7 @@ def said_of_layers(host: Host) -> dict[str, Any]:
         "changed later": warned(ChangedLater, warmup_epochs=0, max_epochs=4),
         "changed within": warned(ChangedWithin, algorithm=[0, 5, 10], num_samples=96),
         "tempered": warned(TemperedClassifier, warmup_epochs=0),
+        "observed": warned(RangedClassifier, warmup_epochs=0),
     }
 
 

@@ -91,6 +91,13 @@ def test_batch_normalization_and_hooks_are_told_once(two: Records) -> None:
     assert others["batch normalization"] == [] and len(said["one micro-batch"]) == 2
 
 
+def test_observers_of_quantization_are_told_once(two: Records) -> None:
+    """A range that got its shape with first data ended in torch's words; others trained otherwise in silence."""
+    said = two.ranks[0]["said_of_layers"]["observed"]
+    [about] = [each for each in said if "observers of quantization" in each]
+    assert "observers of quantization (self.net.1 (Ranged)) see micro-batches, 4 of the 16 samples" in about
+
+
 def test_layers_that_micro_batches_change_are_told_once(two: Records) -> None:
     """A layer that took the mean of its batch away, or counted its calls, trained otherwise in silence.
 

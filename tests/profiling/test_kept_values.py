@@ -14,10 +14,12 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
 from torch import nn
 
 from deepspeed_partition import kept_values
 from deepspeed_partition.profiling.attributes import attributes_kept, state_kept
+from deepspeed_partition.tensor_values import put_back
 
 
 def layer_with(**attributes: Any) -> nn.Module:
@@ -134,3 +136,30 @@ def test_methods_that_live_for_a_moment_are_told_apart() -> None:
         for each in objects:
             each.read()
     assert [each.num_reads for each in objects] == [0] * 50
+
+
+class _Observes(nn.Module):
+    """An observer of quantization: its range gets a shape with the first data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("least", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        least = x.amin(0)
+        if not self.least.numel():
+            self.least.resize_(least.shape)
+        self.least.copy_(least)
+        return x
+
+
+def test_a_buffer_that_has_grown_gets_its_shape_back() -> None:
+    """It was a bare error of sizes."""
+    observer = _Observes()
+    before = observer.least
+    with attributes_kept([observer], buffers=True):
+        observer(torch.ones(2, 3))
+        assert observer.least.shape == (3,)
+    assert observer.least is before and before.shape == (0,)
+    put_back(before, torch.ones(4))
+    assert torch.equal(before, torch.ones(4))

@@ -11,6 +11,7 @@ from torch import nn
 from deepspeed_partition.engine.runtime.environment import warn_here
 from deepspeed_partition.engine.runtime.random_state import random_state
 from deepspeed_partition.profiling.attributes import Place
+from deepspeed_partition.tensor_values import put_back
 
 if TYPE_CHECKING:
     from deepspeed_partition.engine.engine import MadPipeEngine
@@ -45,7 +46,11 @@ class Buffers:
         tables = [(name, owner._buffers, dict(owner._buffers)) for name, owner in self._owners]
         buffers = [buffer for _, _, table in tables for buffer in table.values() if buffer is not None]
         copied = [buffer for buffer in buffers if all_of_them or self._is_copied(buffer)]
-        if len(copied) != len(self._copied) or any(a is not b for a, b in zip(copied, self._copied, strict=True)):
+        are_same = len(copied) == len(self._copied) and all(
+            buffer is known and buffer.shape == copy.shape
+            for buffer, known, copy in zip(copied, self._copied, self._copies, strict=True)
+        )
+        if not are_same:
             self._copied, self._copies = copied, [torch.empty_like(buffer) for buffer in copied]
         with torch.no_grad():
             if copied:
@@ -62,8 +67,7 @@ class Buffers:
                     if buffer is None or key in own:
                         continue
                     if id(buffer) in copies:
-                        with torch.no_grad():
-                            buffer.copy_(copies[id(buffer)])
+                        put_back(buffer, copies[id(buffer)])
                     elif buffer._version != versions[id(buffer)]:
                         warn_here(
                             f"the step that was given up has changed the buffer {name}.{key}, which no step had "

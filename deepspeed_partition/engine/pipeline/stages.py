@@ -41,6 +41,7 @@ from deepspeed_partition.layer_calls import unpacking
 from deepspeed_partition.planner.allocation import Allocation, Stage
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.profiling.backward_halves import Halves
+from deepspeed_partition.tensor_values import put_back
 
 Within: TypeAlias = Callable[[int, Callable[[], Any]], Any]
 """What stands around a run of layers: it is given the number of the micro-batch and what runs them."""
@@ -586,4 +587,4 @@ def _unchanged_buffers(functions: Sequence[Any]) -> Iterator[None]:
     finally:
         for module, name, buffer, value in buffers:
             module._buffers[name] = buffer
-            buffer.data.copy_(value)  # without a new version, for autograd may have saved the buffer
+            put_back(buffer, value)
