@@ -457,7 +457,8 @@ def layers_of_statistics(modules: Iterator[tuple[str, nn.Module]]) -> Iterator[s
 def layers_of_observers(modules: Iterator[tuple[str, nn.Module]]) -> Iterator[str]:
     """The names of the modules that observe ranges of values for quantization, and go by them."""
     for name, part in modules:
-        enabled = dict.get(part._buffers, "observer_enabled")  # None on a rank that does not run the layer
+        table = part._buffers  # a scripted module's is no dict; one of a rank without the layer raises by name
+        enabled = dict.get(table, "observer_enabled") if isinstance(table, dict) else None
         if isinstance(enabled, Tensor) and part.training and not enabled.is_meta and bool(enabled.any()):
             yield f"{name} ({type(part).__name__})"
 
