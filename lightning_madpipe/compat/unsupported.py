@@ -471,13 +471,15 @@ def notes_on_observers(names: Sequence[str], sizes: Sequence[int]) -> Iterator[s
         sizes: Of the micro-batches of a batch.
     """
     if names:
-        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         yield (
-            f"observers of quantization ({names[0]}{others}) see micro-batches, {max(sizes)} of the {sum(sizes)} "
+            f"observers of quantization ({_first_of(names)}) see micro-batches, {max(sizes)} of the {sum(sizes)} "
             f"samples, {len(sizes)} times for a batch, and averages of what they see go on so often: another "
-            "training than in one process. Ways out: num_micro_batches=1, or disable_observer of "
-            "torch.ao.quantization after some steps"
+            "training than in one process. Way out: num_micro_batches=1"
         )
+
+
+def _first_of(names: Sequence[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
 
 def notes_on_statistics(names: Sequence[str], sizes: Sequence[int]) -> Iterator[str]:
@@ -488,9 +490,8 @@ def notes_on_statistics(names: Sequence[str], sizes: Sequence[int]) -> Iterator[
         sizes: Of the micro-batches of a batch.
     """
     if names:
-        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         yield (
-            f"batch normalization ({names[0]}{others}) has the statistics of a micro-batch, {max(sizes)} of the "
+            f"batch normalization ({_first_of(names)}) has the statistics of a micro-batch, {max(sizes)} of the "
             f"{sum(sizes)} samples: another training than in one process. Ways out: num_micro_batches=1, "
             "nn.GroupNorm, .eval()"
         )

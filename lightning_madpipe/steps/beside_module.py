@@ -184,7 +184,7 @@ class BesideModule:
         return list({id(value): value for value in self.modules_at().values()}.values())
 
     def modules_at(self) -> dict[Place, nn.Module]:
-        """The same by their places. Large ones, such as a teacher, are left out."""
+        """The modules of :meth:`modules`, by where the code finds them; large ones (a teacher) are left out."""
         named = ((place, name.value) for place, name in self._names.items())
         found = {place: value for place, value in named if isinstance(value, nn.Module)}
         own = set(map(id, self._module.modules())) if found else set()

@@ -134,7 +134,7 @@ class LossOfBatches:
     """Whether steps draw from torch's generator once for a batch, so that its micro-batches draw alike."""
     _draws_for_samples: bool = False
     _fitting_rules: dict[str, frozenset[str]] = field(default_factory=dict)
-    """Of each logged number, the rules that have merged it in every batch that was tried."""
+    """The rules that gave a logged number of the whole batch in every trial so far, by the name of the number."""
     _means: dict[str, None] = field(default_factory=dict)
     """Metrics that are told a mean of each micro-batch."""
     _num_rests: int = 0

@@ -519,6 +519,22 @@ class UserSteps:
         for dims in gather_objects(self._dims, group):
             self._dims.update(dims)
 
+    def _run_again(
+        self, micro_batch: MicroBatch, answer: Callable[..., Any], log: Callable[..., None], *, tells: bool = True
+    ) -> Any:
+        """Run a step that runs for good, too, with something that answers its calls of the layers."""
+        states = self.call_states
+        return self._runs.run(
+            micro_batch,
+            answer,
+            log,
+            record=lambda _: None,
+            again=True,
+            rehearsing=self.rehearsing,
+            tells=tells,
+            begins=None if states is None else lambda: states.begun(None),
+        )
+
     def run_apart(
         self,
         micro_batch: MicroBatch,
@@ -540,16 +556,7 @@ class UserSteps:
             return layers(None, arguments, keywords)
 
         with nullcontext() if states is None else states.undone():
-            return self._runs.run(
-                micro_batch,
-                answer,
-                log,
-                record=lambda _: None,
-                again=True,
-                rehearsing=self.rehearsing,
-                tells=False,
-                begins=None if states is None else lambda: states.begun(None),
-            )
+            return self._run_again(micro_batch, answer, log, tells=False)
 
     def try_once(
         self,
@@ -602,15 +609,7 @@ class UserSteps:
             start = _now(self._module.device)
             watch = watched_by(list(tensors_of(micro_batch.data)), given)
             with nullcontext() if states is None else states.undone(), watch:
-                returned = self._runs.run(
-                    micro_batch,
-                    answer,
-                    log,
-                    record=lambda _: None,
-                    again=True,
-                    rehearsing=self.rehearsing,
-                    begins=None if states is None else lambda: states.begun(None),
-                )
+                returned = self._run_again(micro_batch, answer, log)
             middle = _now(self._module.device)
             loss = returned.get("loss") if isinstance(returned, Mapping) else returned
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad or len(passed) != 1:
