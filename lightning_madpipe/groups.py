@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,9 +32,10 @@ else:
 
 
 WORLD_SIZE = (
-    "trainer.world_size is asked for at {line}: it counts all {size} processes. The {stages} stages of a pipeline "
-    "read the same data together, so that a rate or a number of batches that is multiplied by it, as with ddp, is "
-    "another one than in one process: the data are read in trainer.world_size // {stages} parts, here {pipelines}"
+    "trainer.{asked} is asked for at {line}: it counts all {size} processes{of}. The {stages} stages of a "
+    "pipeline read the same data together, so that a rate or a number of batches that is multiplied by it, as "
+    "with ddp, is another one than in one process: the data are read in trainer.world_size // {stages} parts, "
+    "here {pipelines}"
 )
 
 
@@ -51,13 +53,31 @@ class PipelineGroups(DeepSpeedStrategy):
     def world_size(self) -> int:
         """All processes. A user who asks the Trainer is told once that these are not as many parts of the data."""
         size = int(super().world_size)
-        num_stages = self.num_stages or size
-        if num_stages > 1 and (line := line_of_the_user(sys._getframe(1))) is not None:
-            warn_once(
-                "world size",
-                WORLD_SIZE.format(line=line, size=size, stages=num_stages, pipelines=size // num_stages),
-            )
+        self._tell_of_size(sys._getframe(1), "world_size", size)
         return size
+
+    @property
+    def parallel_devices(self) -> Any:
+        """The devices of this machine, which ``trainer.num_devices`` counts."""
+        devices = super().parallel_devices
+        asked = sys._getframe(1).f_back
+        if devices is not None and asked is not None and asked.f_code.co_name == "num_devices":
+            self._tell_of_size(asked, "num_devices", len(devices), " of a machine")
+        return devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: Any) -> None:
+        self._parallel_devices = devices
+
+    def _tell_of_size(self, frame: FrameType, asked: str, size: int, of: str = "") -> None:
+        if (line := line_of_the_user(frame)) is None:
+            return
+        num_processes = int(super().world_size)
+        stages = self.num_stages or num_processes
+        if stages > 1:
+            parts = num_processes // stages
+            told = WORLD_SIZE.format(asked=asked, line=line, size=size, of=of, stages=stages, pipelines=parts)
+            warn_once("world size", told)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if group is None:

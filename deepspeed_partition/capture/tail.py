@@ -62,7 +62,6 @@ def cut_tail(graph: Graph) -> Tail:
     outputs = cut.outputs()
     tail = Tail(cut.program(outputs), len(outputs), returned)
     leave_out(graph, cut.numbers)
-    graph.conditions = [condition for condition in graph.conditions if condition not in cut.conditions]
     values = tuple(Ref(value) for value in outputs)
     graph.returned = Template(flatten(values)[1], values)
     return tail
@@ -204,7 +203,7 @@ def _in_condition(condition: Condition) -> Iterator[int]:
 
 
 def leave_out(graph: Graph, numbers: Collection[int]) -> None:
-    """Let a graph be without some nodes, on which no other one depends."""
+    """Let a graph be without some nodes, on which no other one depends, and what was asked of their sizes."""
     kept = [node for node in graph.nodes if node.number not in numbers]
     renumbered = {node.number: place for place, node in enumerate(kept)}
     for node in kept:
@@ -212,4 +211,6 @@ def leave_out(graph: Graph, numbers: Collection[int]) -> None:
         node.number = renumbered[node.number]
     graph.nodes = kept
     graph.producer = {value: node.number for node in kept for value in node.makes}
+    known = graph.producer.keys() | set(graph.inputs)
+    graph.conditions = [each for each in graph.conditions if known.issuperset(_in_condition(each))]
     graph.numbers = {number: renumbered[node] for number, node in graph.numbers.items() if node in renumbered}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -106,8 +107,20 @@ def _refusals_of_training(trainer: Any, module: Any, base: type, name: str) -> I
             "and fp16 optimizers clip by norm: clip by 'norm'"
         )
     for hook in ENGINE_HOOKS:
-        if getattr(type(module), hook) is not getattr(base, hook):
+        own = getattr(type(module), hook)
+        if own is not getattr(base, hook) and not _only_clears_gradients(own):
             yield f"{name} overrides {hook}(), whose work the pipeline engine does: leave it out"
+
+
+def _only_clears_gradients(hook: Any) -> bool:
+    """Whether a hook does what the engine does: ``optimizer.zero_grad()``, also with ``set_to_none=True``."""
+    code = getattr(hook, "__code__", None)
+    if code is None or code.co_names != ("zero_grad",):
+        return False
+    if any("JUMP" in each.opname for each in dis.get_instructions(code)):
+        return False
+    rest = [each for each in code.co_consts if each is not None and each is not True]
+    return all(each in (hook.__doc__, ("set_to_none",)) for each in rest)
 
 
 def _refusals_without_drain(trainer: Any) -> Iterator[str]:

@@ -134,9 +134,13 @@ def trained(module: Any) -> tuple[set[Any], list[str]]:
 
 
 def rest_of_arguments(module: Any, step: str) -> tuple[int, ...]:
-    """What a step is given after the batch: the batch's number, and the loader's where it asks for it."""
-    kinds = (each.kind for each in inspect.signature(getattr(module, step)).parameters.values())
-    return (0,) * (sum(kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds) - 1)
+    """What a step is given after the batch: the batch's number, and the loader's where it asks for it.
+
+    Others, and a loader's number that it can do without, have their defaults.
+    """
+    rest = list(inspect.signature(getattr(module, step)).parameters.values())[1:]
+    positional = [each for each in rest if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    return (0,) * len([each for each in positional if each is positional[0] or each.default is each.empty])
 
 
 def _ending(path: str, found: list[tuple[StepCall, str]]) -> Callable[..., Any]:

@@ -6,7 +6,8 @@ layer's code is watched while it runs: which tensors come from its input, and wh
 of them, or for a length that such numbers decide (``len(mask.nonzero())``, ``torch.unique(y).numel()``). What
 parameters and buffers hold, and other sizes, are the same for every micro-batch and do not count.
 
-What torch asks within its own functions, to check an index, is no decision of the layer.
+What torch asks within its own functions, to check an index, is no decision of the layer, nor is what layers that
+are found read of the sizes that they hand on.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
+
+from deepspeed_partition.capture import program
 
 ASKING = frozenset(
     (
@@ -56,6 +59,7 @@ LENGTHS_AT = {
 MOST_LINES = 3
 OF_TORCH = Path(torch.__file__).parent
 METHODS = (str(OF_TORCH / "_tensor.py"), torch.overrides.__file__)
+OF_FOUND_LAYERS = Path(program.__file__)
 
 
 def lines_that_decide(function: Callable[[Any], Any], inputs: Any) -> list[str]:
@@ -176,9 +180,10 @@ def _dim_of(func: Any, args: Any, kwargs: Any) -> int | None:
 
 
 def _line_that_asks() -> str | None:
-    """The line that runs now; None where it is torch's own."""
+    """The line that runs now; None where it is torch's own, or that of layers that were found."""
     frame: Any = sys._getframe(2)
     while frame.f_code.co_filename in METHODS:  # such as `3 in x` and `numpy.asarray(x)`
         frame = frame.f_back
     path = Path(frame.f_code.co_filename)
-    return None if path.is_relative_to(OF_TORCH) else f"{path.name}:{frame.f_lineno}"
+    is_own = path.is_relative_to(OF_TORCH) or path == OF_FOUND_LAYERS
+    return None if is_own else f"{path.name}:{frame.f_lineno}"

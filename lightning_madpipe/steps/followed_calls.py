@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from deepspeed_partition.capture import CaptureError
 from lightning_madpipe.compat.namespace import Lightning
-from lightning_madpipe.finding.captured_call import CapturedCall, kind_of_sizes
+from lightning_madpipe.finding.captured_call import CapturedCall, OtherCallError, kind_of_sizes
 from lightning_madpipe.finding.captured_calls import CapturedCalls
 from lightning_madpipe.finding.step_call import call_among, trained
 from lightning_madpipe.module import PipelineCall
@@ -33,7 +33,7 @@ def follow_step(module: Any, call: PipelineCall, step: str, batch: Any, lightnin
             sample, or one word, the call is captured anew.
 
     Raises:
-        ValueError: the layers cannot run it.
+        OtherCallError: the layers cannot run it.
     """
     first = call.captured
     key = key_of(step, batch)
@@ -68,7 +68,7 @@ def _call_of_step(module: Any, first: CapturedCall, step: str, batch: Any, light
                 with back():
                     return first.another(part, call.in_words, call.args, call.kwargs)
             except CaptureError as error:
-                raise ValueError(
+                raise OtherCallError(
                     f"{call.in_words} at {line}, and the layers that were found of {first.called} cannot run "
                     f"that: {error}"
                 ) from error
@@ -76,7 +76,7 @@ def _call_of_step(module: Any, first: CapturedCall, step: str, batch: Any, light
         with back():
             return CapturedCalls(module, step, batch, trained_parts(module), first)
     except ValueError as error:
-        raise ValueError(f"what the layers that were found of {first.called} cannot run: {error}") from error
+        raise OtherCallError(f"what the layers that were found of {first.called} cannot run: {error}") from error
 
 
 def trained_parts(module: Any) -> list[str]:

@@ -19,6 +19,7 @@ from deepspeed_partition.planner.weight_versions import FLUSH
 from deepspeed_partition.profiling.attributes import attributes_kept
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.unsupported import needs_two_samples, note_on_validation_within_window
+from lightning_madpipe.finding.captured_call import OtherCallError
 from lightning_madpipe.steps.batch_runs import BatchRun, Piece, SamplesSelectedError
 from lightning_madpipe.steps.batches import (
     copy_of_batch,
@@ -466,7 +467,7 @@ class BatchRunner:
         try:
             with self._pipeline.elsewhere.lifted(), self._trainer.precision_plugin.forward_context():
                 raised_together(lambda: follow_step(self._module, call, step, batch, self._lightning))
-        except ValueError as error:
+        except OtherCallError as error:
             raise self._refusal(f"{step} calls {error}") from error
 
     def _cut(self, step: str, batch: Any, arguments: tuple[Any, ...], seed: int, *, uneven: bool) -> BatchRun:

@@ -543,6 +543,11 @@ class OwnZeroGrad(cases.Classifier):
         optimizer.zero_grad(set_to_none=False)
 
 
+class OwnOrdinaryZeroGrad(cases.Classifier):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=True)
+
+
 class OwnClipping(cases.Classifier):
     def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
         pass
@@ -582,6 +587,7 @@ def not_available(host: cases.Host) -> dict[str, Any]:
         "16-mixed": of(None, precision="16-mixed"),
         "transformer-engine": of(None, precision="transformer-engine"),
         "optimizer_zero_grad": of(None, OwnZeroGrad),
+        "ordinary optimizer_zero_grad": of(None, OwnOrdinaryZeroGrad),
         "configure_gradient_clipping": of(None, OwnClipping),
         "LBFGS": of(None, _with(lambda module: optim.LBFGS(module.parameters()))),
         "no optimizer": of(None, _with(lambda module: None)),

@@ -392,6 +392,13 @@ class RateOfWorld(Module):
             group["lr"] = 0.1 * self.trainer.world_size
 
 
+class RateOfDevices(Module):
+    """Scales its rate as scripts for ddp do, when it makes its optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1 * self.trainer.num_devices)
+
+
 class SetOnRankZero(Gated):
     @rank_zero_only
     def anneal(self) -> None:
@@ -1212,7 +1219,8 @@ def own_ratio(host: Host) -> dict[str, Any]:
 
 
 SAID_OF_HOOKS = (
-    "on_", "training_step counts", "trainer.world_size is", "the step p", "step of", "state_dict() of",
+    "on_", "training_step counts", "trainer.world_size is", "trainer.num_devices is", "the step p", "step of",
+    "state_dict() of",
 )  # fmt: skip
 
 
@@ -1243,7 +1251,7 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
         StepsClippedRarely, StepLeftOut, FrozenAtRandom,
         NormAfterStep, StepReplaced, StepReplacedByItself, ScheduledByWeights, ScheduledByOne, StatesAsked,
         GroupAdded, OptimizersSetUp,
-        RateOfWorld, SetOnRankZero, SetByRank, DecidedByBuffer, BufferLogged,
+        RateOfWorld, RateOfDevices, SetOnRankZero, SetByRank, DecidedByBuffer, BufferLogged,
     ):  # fmt: skip
         run(build.__name__, build)
     run("LearnedWeightsOfFound", LearnedWeightsOfFound, strategy={"algorithm": None})

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from deepspeed_partition.capture import CaptureError
@@ -20,7 +21,9 @@ from deepspeed_partition.capture.structure import flatten, written_names_of
 from lightning_madpipe.finding.captured_call import CapturedCall, OtherCallError
 from lightning_madpipe.finding.captured_calls import CapturedCalls
 from lightning_madpipe.finding.example_batch import example_batch
+from lightning_madpipe.finding.step_call import rest_of_arguments
 from lightning_madpipe.module import refuse_other_calls
+from lightning_madpipe.steps.deciding_layers import lines_that_decide
 
 
 def trainer_with(loaders: Any) -> Any:
@@ -292,6 +295,59 @@ def test_a_step_that_asks_for_data_before_its_calls_is_named() -> None:
 
     with pytest.raises(ValueError, match=r"^training_step raises at test_finding_layers.py:\d+ where .* Runtime"):
         CapturedCalls(Acts(), "training_step", torch.randn(4, 8), ["encoder", "mean", "spread", "decoder"])
+
+
+def test_sizes_that_a_step_asks_of_what_no_call_is_given_hinder_nothing() -> None:
+    """A step that asked for the length of its labels, which it padded itself, ended in a KeyError."""
+
+    class Pads(Autoencoder):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            code = self.encoder(batch)
+            labels = pad_sequence([torch.as_tensor([0.0] * length) for length in (2, 3)], batch_first=True)
+            if labels.shape[1] > 5:
+                labels = labels[:, :5]
+            return F.mse_loss(self.decoder(self.mean(code)), batch) + labels.sum()
+
+    call = CapturedCalls(Pads(), "training_step", torch.randn(4, 8), ["encoder", "mean", "decoder"])
+    assert call.made == ("encoder", "mean", "decoder")
+
+
+def test_a_step_is_tried_with_its_own_defaults() -> None:
+    """An argument of its own, behind those that Lightning gives, was 0."""
+
+    class Weighted(Autoencoder):
+        def training_step(self, batch: torch.Tensor, batch_idx: int = 5, weighted: bool = True) -> torch.Tensor:
+            return self.decoder(self.mean(self.encoder(batch))).sum()
+
+        def validation_step(self, batch: torch.Tensor, batch_idx: int, dataloader_idx: int, last: int = 1) -> None:
+            pass
+
+        def test_step(self, batch: torch.Tensor) -> None:
+            pass
+
+    steps = ("training_step", "validation_step", "test_step")
+    assert [rest_of_arguments(Weighted(), step) for step in steps] == [(0,), (0, 0), ()]
+
+
+def test_sizes_that_found_layers_hand_on_are_no_decisions() -> None:
+    """Their code was said to ask for numbers that depend on the samples, with a line of this package."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            length = x.shape[1]
+            return self.second(torch.relu(self.first(x.mean(1)))) / length
+
+    x = torch.randn(4, 5, 8)
+    layers = CapturedCall(Scaled(), "self()", (x,), {}).layers
+    passed: Any = (x,)
+    for layer in layers[:-1]:
+        passed = layer(passed)
+    assert any(each.dtype is torch.int64 for each in passed)
+    assert lines_that_decide(layers[-1], passed) == []
 
 
 def test_a_call_that_is_refused_has_the_arguments_of_the_class() -> None:

@@ -282,6 +282,8 @@ def test_what_a_checkpoint_holds_runs_no_code(two: Records) -> None:
         ("16-mixed", "needs a device that DeepSpeed trains on in fp16"),
         ("transformer-engine", "`precision` must be one of"),
         ("optimizer_zero_grad", "overrides optimizer_zero_grad(), whose work the pipeline engine does"),
+        # It was refused, too, where it did what the engine does.
+        ("ordinary optimizer_zero_grad", "not refused"),
         ("configure_gradient_clipping", "overrides configure_gradient_clipping()"),
         ("LBFGS", "a torch optimizer whose step needs no closure"),
         ("no optimizer", "configure_optimizers returns no optimizer with parameters"),

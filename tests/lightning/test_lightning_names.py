@@ -257,6 +257,7 @@ def test_what_hooks_write_into_weights_lasts(two: Records, precision: str, toler
         ("CountedPlacesOfOptimizer", "takes the optimizer's parameters by their places"),
         # A rate for the number of processes is another one than in one process.
         ("RateOfWorld", "trainer.world_size is asked for at hook_cases.py:"),
+        ("RateOfDevices", "trainer.num_devices is asked for at hook_cases.py:"),
         ("FrozenAtRandom", "on_train_epoch_start of FrozenAtRandom draws random numbers for parameters ("),
         ("LookingLate", "on_train_batch_end of LookingLate looks at gradients ("),
         ("SavingItself", "on_train_epoch_end of SavingItself asks for state_dict(), which has the layers of this"),
