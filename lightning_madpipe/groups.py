@@ -77,7 +77,7 @@ class PipelineGroups(DeepSpeedStrategy):
         if stages > 1:
             parts = num_processes // stages
             told = WORLD_SIZE.format(asked=asked, line=line, size=size, of=of, stages=stages, pipelines=parts)
-            warn_once("world size", told)
+            warn_once(f"world size {asked}", told)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if group is None:

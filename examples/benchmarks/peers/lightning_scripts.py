@@ -50,6 +50,7 @@ except ImportError as missing:
 
 from as_they_are import AS_THEY_ARE
 from domains_and_flows import DOMAINS_AND_FLOWS
+from more_fields import MORE_FIELDS
 from newcomers import NEWCOMERS
 from other_kinds import OTHER_KINDS
 from single_modules import SINGLE_MODULES
@@ -482,7 +483,7 @@ SCRIPTS: dict[str, Script] = {
 }  # fmt: skip
 
 
-SCRIPTS |= AS_THEY_ARE | OTHER_KINDS | SINGLE_MODULES | DOMAINS_AND_FLOWS | NEWCOMERS
+SCRIPTS |= AS_THEY_ARE | OTHER_KINDS | SINGLE_MODULES | DOMAINS_AND_FLOWS | NEWCOMERS | MORE_FIELDS
 
 
 def _uva_resnet(names: Any) -> Any:

@@ -5,7 +5,7 @@
         --mpp-llava FOLDER --llama-pipeline-parallel FOLDER --chatglm-finetuning FOLDER \
         --huggingface-utils FOLDER --qlora-pipe FOLDER --huggingface-utils-vit FOLDER --gdgpt-bloom FOLDER \
         --decentralized-fm FOLDER --fmengine FOLDER --bigscience-megatron FOLDER --minimal-llama FOLDER \
-        --easyllm FOLDER --easyllm-dropout FOLDER \
+        --easyllm FOLDER --easyllm-dropout FOLDER --gpt-x FOLDER --ml815 FOLDER \
         [--mode plain madpipe warm-up] [--zero 0 1] [--ranks 2] [--boundaries 0 5 10]
 
 Each FOLDER is a checkout of the public repository, whose own model code runs here on random text, tiny; nothing is
@@ -31,7 +31,7 @@ NAMES = [
     "gpt-neox", "megatron-deepspeed", "transpeeder", "gdgpt", "diffusion-pipe", "gpt-lite", "alexnet",
     "mpp-llava", "llama-pipeline-parallel", "chatglm-finetuning", "huggingface-utils", "qlora-pipe",
     "huggingface-utils-vit", "gdgpt-bloom", "decentralized-fm", "fmengine", "bigscience-megatron",
-    "minimal-llama", "easyllm", "easyllm-dropout",
+    "minimal-llama", "easyllm", "easyllm-dropout", "gpt-x", "ml815",
 ]  # fmt: skip
 MODES = ["plain", "madpipe", "warm-up"]
 NUM_AFTER = 6

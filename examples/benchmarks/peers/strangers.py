@@ -697,6 +697,47 @@ def easyllm(folder: Path, num_steps: int, dropout: float = 0.0) -> Built:
     return module, data
 
 
+def gpt_x(folder: Path, num_steps: int) -> Built:
+    """nawnoes/pytorch-gpt-x: a GPT of modules that are built, with ReZero, whose loss shifts the labels."""
+    sys.path[:0] = [str(folder), str(folder / "train_deepspeed")]
+    allow_missing("wandb", "ds_util")
+    train = _loaded("gptx_train", folder / "train_deepspeed/train_rezero_sparsetopk.py")
+    config = SimpleNamespace(
+        vocab_size=VOCABULARY, dim=HIDDEN, depth=NUM_LAYERS, n_head=HEADS, max_seq_len=LENGTH + 1,
+        num_stages=torch.distributed.get_world_size(),
+    )  # fmt: skip
+    module = train.get_model(config)
+    for part in module.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.0
+    return module, [(text, text) for text in tokens(num_steps)]
+
+
+def ml815(folder: Path, num_steps: int) -> Built:
+    """Yaxin9Luo/ml815_final_project: targets travel through all layers, and the loss is given no labels."""
+    sys.path.insert(0, str(folder))
+    names = _definitions(folder / "train_deepspeed.py")
+    config = names["GPTConfig"](
+        block_size=LENGTH, vocab_size=VOCABULARY, n_layer=NUM_LAYERS, n_head=HEADS, n_embd=HIDDEN, bias=False
+    )
+    config.dropout = 0.0
+    layers, loss = names["build_pipeline_layers"](config), names["GPTPipelineLoss"]()
+    module = PipelineModule(
+        layers, loss_fn=loss, num_stages=torch.distributed.get_world_size(), partition_method="uniform"
+    )
+    return module, [((text[:, :-1], text[:, 1:].contiguous()), None) for text in tokens(num_steps)]
+
+
+def _definitions(file: Path) -> dict[str, Any]:
+    """The classes and functions of a script that trains when it is imported."""
+    names: dict[str, Any] = {"__name__": file.stem}
+    tree = ast.parse(file.read_text())
+    wanted = (ast.ClassDef, ast.FunctionDef, ast.Import, ast.ImportFrom)
+    kept = [node for node in tree.body if isinstance(node, wanted)]
+    exec(compile(ast.Module(kept, []), str(file), "exec"), names)
+    return names
+
+
 def draw_weights(module: PipelineModule) -> None:
     """Draw every weight from its name, which no cut changes. Layers that are built by rank draw as the cut is."""
     for name, parameter in module.named_parameters():
@@ -726,5 +767,7 @@ STRANGERS: dict[str, Callable[[Path, int], Built]] = {
     "bigscience-megatron": bigscience,
     "minimal-llama": minimal_llama,
     "easyllm": easyllm,
+    "gpt-x": gpt_x,
+    "ml815": ml815,
     "easyllm-dropout": functools.partial(easyllm, dropout=0.2),
 }
