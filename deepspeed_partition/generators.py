@@ -31,7 +31,7 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 _LIBRARIES = frozenset(
     ("deepspeed", "lightning", "lightning_fabric", "pytorch_lightning", "torch", "torchmetrics")
 )
-_OF_THREADS = frozenset(
+OF_THREADS = frozenset(
     ("asyncio", "concurrent", "logging", "multiprocessing", "queue", "selectors", "subprocess", "threading")
 )
 """Modules of Python whose objects threads change at any time: who waits for one stands among its attributes."""
@@ -179,5 +179,5 @@ def members_of(value: Any) -> dict[str, Any] | None:
     if isinstance(value, ModuleType) and is_installed(value.__name__):  # which loads parts of itself at any time
         return None
     table = vars(value)
-    of_library = str(kind.__module__).partition(".")[0] in (*_LIBRARIES, *_OF_THREADS)
+    of_library = str(kind.__module__).partition(".")[0] in (*_LIBRARIES, *OF_THREADS)
     return None if of_library or not isinstance(table, dict) or len(table) > _MOST_MEMBERS else table

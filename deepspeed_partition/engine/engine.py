@@ -53,7 +53,7 @@ from deepspeed_partition.engine.pipeline.optimizers_in_parts import (
     refuse_what_needs_all,
     weights_given,
 )
-from deepspeed_partition.engine.pipeline.parts import trainable_parameters
+from deepspeed_partition.engine.pipeline.parts import held_modules, trainable_parameters
 from deepspeed_partition.engine.pipeline.sharded_stages import ShardedStages
 from deepspeed_partition.engine.pipeline.stages import StagesModule, allocation_of, hold_built_stages
 from deepspeed_partition.engine.pipeline.tied_gradients import without_gradient
@@ -191,7 +191,7 @@ class MadPipeEngine(ResumingEngine):
             refuse_ranks_without_parameters(kwargs["model"], given, optimizer, kwargs["config_class"])
         weights = weights_given(kwargs.get("optimizer"), kwargs.get("model_parameters") or ())
         super().__init__(**kwargs)
-        remember_attributes(self.module._layer_specs)
+        remember_attributes([*self.module._layer_specs, *held_modules(self.module).values()])
         if self.watches_programs and isinstance(self.module, StagesModule):
             if self.state_beside is None:
                 self.state_beside = StateBeside(self.module)

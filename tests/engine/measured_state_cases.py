@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import datetime
 import io
 import itertools
 import logging
@@ -11,10 +12,13 @@ import multiprocessing
 import os
 import queue
 import sqlite3
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy
 import torch
@@ -346,6 +350,167 @@ def counts_go_with_layers_that_move(_: Path) -> None:
             assert not lines, lines
 
 
+class Meter:
+    """An object of the program, with something that cannot be pickled."""
+
+    def __init__(self) -> None:
+        self.rank, self.lock, self.total, self.seen = dist.get_rank(), threading.Lock(), 0.0, [torch.zeros(())]
+        self.squares: Any = None
+
+    def add(self, value: float) -> float:
+        with self.lock:
+            self.total += value
+            self.seen.append(torch.tensor(value))
+        assert self.rank == dist.get_rank(), "what names the rank stays"
+        drawn = 0 if self.squares is None else next(self.squares)
+        return self.total / len(self.seen) + float(self.seen[-1]) + drawn
+
+
+class Helper:
+    """An object without a dict, with modules."""
+
+    __slots__ = ("count", "norm", "numbers")
+
+    def __init__(self) -> None:
+        self.count, self.norm, self.numbers = 0, nn.BatchNorm1d(WIDTH), numpy.random.default_rng(1)
+
+
+class Holding(nn.Module):
+    """Keeps what no list of numbers holds, and modules where torch does not look."""
+
+    def __init__(self, meter: Meter, *, keeps_generator: bool) -> None:
+        super().__init__()
+
+        class Local:
+            def __init__(self) -> None:
+                self.count = 0
+
+        self.given, self.meter, self.local, self.helper = meter, Meter(), Local(), Helper()
+        self.listed, self.newest = list[Any](), None
+        self.fixed = [
+            nn.Linear(WIDTH, WIDTH),
+            {"more": nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))},
+        ]
+        self.also = self.meter.seen
+        if keeps_generator:
+            self.meter.squares = (number**2 for number in range(10**6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            mean = float(x.detach().abs().mean())
+            self.factor = self.given.add(mean) + self.meter.add(mean)
+            self.local.count += 1
+            self.helper.count += len(self.also)
+            self.listed.append(Counted(len(self.listed)))
+            self.newest = datetime.timedelta(seconds=len(self.listed))
+            drawn = self.helper.numbers.random()
+            self.factor += drawn + self.listed[-1].number + self.newest.total_seconds() + self.local.count
+        x = x + 0.1 * self.fixed[0](x) + 0.1 * self.fixed[1]["more"](x) + 0.1 * self.helper.norm(x)
+        return x * (1 + 0.001 * self.factor + 0.001 * self.helper.count)
+
+
+class BuiltHolding(Holding):
+    """The same: a line is said once of each class."""
+
+
+@dataclass
+class Counted:
+    number: int
+
+
+def objects_and_hidden_modules_go_with_layers(_: Path) -> None:
+    """They were new on the new rank, with other weights, in silence."""
+    data = batches(4)
+    for is_built, keeps_generator, seed_layers in (
+        (True, False, True), (False, False, True), (True, True, True), (True, False, False),
+    ):  # fmt: skip
+
+        def layers() -> list[Any]:
+            found = mlp()
+            torch.manual_seed(3)
+            for place in (3, 6):
+                spec = LayerSpec(BuiltHolding if is_built else Holding, Meter(), keeps_generator=keeps_generator)  # noqa: B023
+                found[place] = spec if is_built else spec.build()  # noqa: B023
+            return found
+
+        stays, _, _ = start(layers(), [0, 3, 8], optimizer=two_groups, seed_layers=seed_layers)
+        expected = train(stays, data)
+        if seed_layers and is_built:
+            same(expected, train_alone(layers(), data, two_groups))
+        with said_here() as said:
+            engine, _, _ = start(layers(), [0, 3, 8], optimizer=two_groups, seed_layers=seed_layers)
+            losses = train(engine, data[:1])
+            for place, more in (([0, 4, 8], data[1:2]), ([0, 7, 8], data[2:3]), ([0, 2, 8], data[3:])):
+                engine.recut(place)
+                losses += train(engine, more)
+        lines = [
+            line for of_rank in gather_objects(said) for line in of_rank if "was changed by its layer" in line
+        ]
+        if keeps_generator:
+            assert len(lines) == 1 and "BuiltHolding.meter (Meter) was changed by its layer" in lines[0], lines
+        else:
+            same(losses, expected)
+            assert not lines, lines
+
+
+class Extra(nn.Module):
+    """Gives to checkpoints what it computes with, which is no attribute of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        state = [1, Counted(1)]
+        self.state = lambda: state
+
+    def get_extra_state(self) -> Any:
+        count, counted = self.state()
+        return {"count": count, "counted": counted, "weights": torch.ones(2) * count}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert float(state["weights"][0]) == state["count"]
+        self.state()[:] = state["count"], state["counted"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = self.state() if type(self) is Extra else KEPT[self]
+        if self.training:
+            state[0] += 1
+            state[1].number += 2
+        return x * (1 + 0.01 * state[0] + 0.01 * state[1].number)
+
+
+class ExtraBeside(Extra):
+    """Has it in a variable of the file, which cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        KEPT[self] = self.state()
+
+    def get_extra_state(self) -> Any:
+        assert KEPT[self] is self.state()
+        return super().get_extra_state()
+
+
+KEPT: Any = WeakKeyDictionary()
+
+
+def extra_states_go_with_layers(_: Path) -> None:
+    """They stayed behind, though a checkpoint has them; a table of layers made the ranks wait for ever."""
+    data = batches(4)
+    for kind, is_built in itertools.product((Extra, ExtraBeside), (False, True)):
+
+        def layers() -> list[Any]:
+            found = mlp()
+            found[3], found[6] = (LayerSpec(kind), LayerSpec(kind)) if is_built else (kind(), kind())  # noqa: B023
+            return found
+
+        expected = train_alone(layers(), data, two_groups)
+        engine, _, _ = start(layers(), [0, 3, 8], optimizer=two_groups)
+        losses = train(engine, data[:1])
+        for place, more in (([0, 4, 8], data[1:2]), ([0, 7, 8], data[2:3]), ([0, 2, 8], data[3:])):
+            engine.recut(place)
+            losses += train(engine, more)
+        same(losses, expected)
+
+
 CALLED = {"layers": 0, "loss": 0}
 SEEN: list[float] = []
 
@@ -453,5 +618,6 @@ def what_a_program_recomputes_itself_is_named(_: Path) -> None:
 CASES = [
     what_layers_keep_is_as_before, what_a_loss_keeps_is_as_before, what_is_written_while_layers_are_measured,
     what_is_written_to_files_that_a_loss_opens, what_cannot_be_undone_is_said_once,
-    counts_go_with_layers_that_move, counts_beside_layers_go_with_them, what_a_program_recomputes_itself_is_named,
+    counts_go_with_layers_that_move, objects_and_hidden_modules_go_with_layers, extra_states_go_with_layers,
+    counts_beside_layers_go_with_them, what_a_program_recomputes_itself_is_named,
 ]  # fmt: skip

@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.utils import set_random_seed
 from torch import nn
 
 from deepspeed_partition.engine.pipeline.asked_ranks import ranks_told_in_build
@@ -40,7 +42,9 @@ from deepspeed_partition.engine.repartition.part_descriptions import (
     attributes_of_tensor,
     check_alike,
     describe,
+    hidden_in,
     only_what_changed,
+    remember_attributes,
     say_what_stays,
     take_attributes,
 )
@@ -52,6 +56,7 @@ from deepspeed_partition.engine.runtime.collectives import (
 )
 from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
+from deepspeed_partition.hidden_modules import hidden_tensors
 from deepspeed_partition.planner.allocation import Allocation
 
 
@@ -62,6 +67,8 @@ class Arriving:
     described: dict[str, PartInfo]
     """Descriptions of all parts that somebody will be sent, as their owners have them."""
     built: dict[str, nn.Module]
+    hidden: dict[str, dict[str, torch.Tensor]]
+    """The tensors of modules that these hide, by the parts and their names as they were built."""
 
 
 def build_arriving(module: PipelineModule, allocation: Allocation) -> Arriving:
@@ -73,7 +80,7 @@ def build_arriving(module: PipelineModule, allocation: Allocation) -> Arriving:
     with _whole_in_reach(module):
         held = held_modules(module)
         described = _descriptions(module, held, allocation)
-        return Arriving(described, _build_missing(module, held, described, allocation))
+        return _build_missing(module, held, described, allocation)
 
 
 def check_that_layers_can_move(module: PipelineModule) -> None:
@@ -127,13 +134,18 @@ def _descriptions(
 ) -> dict[str, PartInfo]:
     """Gather descriptions of all parts that somebody will be sent. Collective over the pipeline."""
     grid, current = module.mpu(), allocation_of(module)
-    sent = {}
-    for part in all_that_moves(module):
-        before = part.owners(current)
-        if before[0] == grid.get_stage_id() and set(part.owners(allocation)) - set(before):
-            sent[part.name] = only_what_changed(part, describe(held[part.name]))
+    ranks = grid.get_pipe_parallel_group()
+
+    def describe_mine() -> dict[str, PartInfo]:  # this runs code of the program, which may raise
+        sent = {}
+        for part in all_that_moves(module):
+            before = part.owners(current)
+            if before[0] == grid.get_stage_id() and set(part.owners(allocation)) - set(before):
+                sent[part.name] = only_what_changed(part, held[part.name], partial(_build_spec, module, part))
+        return sent
+
     described: dict[str, PartInfo] = {}
-    for descriptions in gather_objects(sent, grid.get_pipe_parallel_group()):
+    for descriptions in gather_objects(raised_together(describe_mine, ranks), ranks):
         described.update(descriptions)
     say_what_stays(info.attributes for info in described.values())
     return described
@@ -145,12 +157,12 @@ def _checked_here(module: PipelineModule) -> dict[str, PartInfo]:
     existing = {}
     for part in all_that_moves(module):
         if part.owners(allocation_of(module))[0] == grid.get_stage_id():
-            there = describe(held[part.name])
+            built = _build_spec(module, part)
+            there = only_what_changed(part, held[part.name], partial(_itself, built))
             if _is_built(part.spec):
-                built = _build_spec(part.spec)
-                check_alike(part, only_what_changed(part, there, built), describe(built), module.global_rank)
+                check_alike(part, there, describe(built), module.global_rank)
             else:
-                existing[part.name] = only_what_changed(part, there)
+                existing[part.name] = there
     return existing
 
 
@@ -160,7 +172,7 @@ def _check_existing(module: PipelineModule, existing: dict[str, PartInfo]) -> No
     for part in all_that_moves(module):
         owners = part.owners(current)
         if part.name in existing and grid.get_stage_id() not in owners:
-            here = describe(_build_spec(part.spec))
+            here = describe(_build_spec(module, part))
             check_alike(part, existing[part.name], here, grid.stage_to_global(stage_id=owners[0]))
 
 
@@ -169,11 +181,11 @@ def _build_missing(
     held: dict[str, nn.Module],
     described: dict[str, PartInfo],
     allocation: Allocation,
-) -> dict[str, nn.Module]:
+) -> Arriving:
     """Build what this rank will be sent, as its owner has it; its own tensors take no room yet. Collective."""
     grid, current = module.mpu(), allocation_of(module)
     rank = grid.get_stage_id()
-    built: dict[str, nn.Module] = {}
+    arriving = Arriving(described, {}, {})
     kept = _users_of_tensors(held)
 
     def build() -> None:
@@ -181,13 +193,13 @@ def _build_missing(
             before = part.owners(current)
             if rank in part.owners(allocation) and rank not in before:
                 sender = grid.stage_to_global(stage_id=before[0])
-                built[part.name] = _build(part, described[part.name], sender)
-                if built[part.name] is not part.spec:
-                    _empty(built[part.name], kept)
+                _build(module, part, arriving, sender)
+                if arriving.built[part.name] is not part.spec:
+                    _empty(arriving.built[part.name], kept)
 
     with ranks_told_in_build(module._layer_specs):
         raised_together(build, grid.get_pipe_parallel_group())
-    return built
+    return arriving
 
 
 def _exchange(
@@ -212,14 +224,15 @@ def _exchange(
     for part, source, receivers, leaves in moves:
         for destination in receivers:
             if rank == source:
-                for tensor in tensors_by_name(held[part.name]).values():
-                    _send(tensor, grid.stage_to_global(stage_id=destination))
+                _send_part(
+                    held[part.name], arriving.described[part.name], grid.stage_to_global(stage_id=destination)
+                )
                 if training_state is not None:
                     training_state.send(part.name, grid.stage_to_global(stage_id=destination))
             elif rank == destination:
                 sender = grid.stage_to_global(stage_id=source)
                 held[part.name] = arriving.built[part.name]
-                _receive(held[part.name], arriving.described[part.name], sender)
+                _receive(part.name, arriving, sender, users)
                 users.update(map(id, tensors_by_name(held[part.name]).values()))
                 if training_state is not None:
                     training_state.receive(part.name, source, sender)
@@ -247,6 +260,16 @@ def _empty(gone: nn.Module, users: Counter[int]) -> None:
             tensor.data = tensor.data.new_empty(0)
 
 
+def _send_part(part: nn.Module, description: PartInfo, rank: int) -> None:
+    """Send the tensors of a part, and then those of modules that it hides."""
+    for tensor in tensors_by_name(part).values():
+        _send(tensor, rank)
+    if description.hidden:
+        tensors, device = hidden_tensors(hidden_in(part)), get_accelerator().current_device_name()
+        for name in description.hidden:
+            send_bytes(tensors[name].to(device), rank)
+
+
 def _send(tensor: torch.Tensor, rank: int) -> None:
     """Send a parameter or a buffer, and the tensors among its attributes."""
     send_bytes(tensor, rank)
@@ -256,20 +279,43 @@ def _send(tensor: torch.Tensor, rank: int) -> None:
             send_bytes(vars(tensor)[name].to(device), rank)
 
 
-def _build_spec(spec: Any) -> nn.Module:
-    return spec if isinstance(spec, nn.Module) else spec.build()
+def _itself(module: nn.Module) -> nn.Module:
+    return module
 
 
-def _build(part: Part, description: PartInfo, rank: int) -> nn.Module:
+def _build_spec(module: PipelineModule, part: Part) -> nn.Module:
+    """Build a part, or find it where it exists on each rank.
+
+    What it draws goes by the seed that DeepSpeed gives it with ``seed_layers``: so all ranks build the same, and
+    where that is what its owner has, nothing has to be sent.
+    """
+    spec: Any = part.spec
+    if not _is_built(spec):
+        return spec if isinstance(spec, nn.Module) else spec.build()
+    seed_fn = module.seed_fn if module.seed_layers else None
+    (seed_fn or set_random_seed)(module.base_seed + part.layers[0])
+    return spec.build()
+
+
+def _build(module: PipelineModule, part: Part, arriving: Arriving, rank: int) -> None:
     """Build a part as its owner has it, but for the values."""
-    built = _build_spec(part.spec)
+    built, description = _build_spec(module, part), arriving.described[part.name]
     check_alike(part, description, describe(built), rank)
+    remember_attributes([built])
+    arriving.built[part.name], arriving.hidden[part.name] = built, hidden_tensors(hidden_in(built))
     take_attributes(built, description)
-    return built
 
 
-def _receive(built: nn.Module, description: PartInfo, rank: int) -> None:
-    """Fill a part that was built with what its owner sends."""
+def _receive(name: str, arriving: Arriving, rank: int, users: Counter[int]) -> None:
+    """Fill a part that was built with what its owner sends.
+
+    Args:
+        name: The part.
+        arriving: What was built.
+        rank: The owner.
+        users: The tensors of parts here by their ``id``, which a part that hides one of them does not write to.
+    """
+    built, description = arriving.built[name], arriving.described[name]
     device = torch.device(get_accelerator().current_device_name())
     tensors = tensors_by_name(built)
     for info in description.tensors:
@@ -277,11 +323,20 @@ def _receive(built: nn.Module, description: PartInfo, rank: int) -> None:
         tensor.data = receive_bytes(info.shape, info.dtype, device, rank)
         tensor.grad = None  # of the time when this rank ran the layer, or trained it alone
         tensor.requires_grad_(info.requires_grad)
-        for name, value in sorted(info.attributes.items()):
+        for key, value in sorted(info.attributes.items()):
             if isinstance(value, SentTensor):
-                vars(tensor)[name] = receive_bytes(value.shape, value.dtype, device, rank).to(value.device_type)
+                vars(tensor)[key] = receive_bytes(value.shape, value.dtype, device, rank).to(value.device_type)
             elif not isinstance(value, Unsendable):
-                vars(tensor)[name] = value
+                vars(tensor)[key] = value
+    for place, sent in description.hidden.items():
+        values = receive_bytes(sent.shape, sent.dtype, device, rank).to(sent.device_type)
+        tensor = arriving.hidden[name][place]
+        if users[id(tensor)]:
+            continue
+        if (tensor.shape, tensor.dtype, tensor.device) == (values.shape, values.dtype, values.device):
+            tensor.data.copy_(values)  # others may have it, too
+        else:
+            tensor.data = values
 
 
 def _let_go(module: PipelineModule) -> None:

@@ -24,12 +24,22 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from deepspeed_partition.code_names import module_of
 from deepspeed_partition.engine.pipeline.parts import (
-    LOSS,
     Part,
     tensors_by_name,
 )
+from deepspeed_partition.engine.repartition.object_states import (
+    HOSTS,
+    Named,
+    NotHereError,
+    ObjectState,
+    fill_queue,
+    laid,
+    loaded,
+    object_state,
+)
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.generators import generator_state, generators_of, set_generator_state
+from deepspeed_partition.hidden_modules import hidden_modules, hidden_tensors
 from deepspeed_partition.kept_values import itself, numbers_of_count, state_of
 from deepspeed_partition.profiling.attributes import attributes_of, mark
 from deepspeed_partition.profiling.sources import users_names
@@ -68,6 +78,8 @@ class PartInfo:
     """The hooks of the part's modules."""
     attributes: dict[str, dict[str, Any]]
     """The other attributes of the part's modules, by the path of the module and the name of the attribute."""
+    hidden: dict[str, SentTensor]
+    """The tensors of modules that it holds where torch does not look, by name."""
 
 
 def describe(part: nn.Module) -> PartInfo:
@@ -83,9 +95,29 @@ def describe(part: nn.Module) -> PartInfo:
         )
         for name, tensor in tensors_by_name(part).items()
     ]
-    hooks = (hook for name, module in part.named_modules() for hook in _hooks(module, OF_MODULES, name))
-    attributes = {name: _module_attributes(module) for name, module in part.named_modules()}
-    return PartInfo(tensors, tuple(hooks), attributes)
+    hidden = hidden_in(part)
+    modules = {**dict(part.named_modules()), **hidden}
+    hooks = (hook for name, module in modules.items() for hook in _hooks(module, OF_MODULES, name))
+    named = _named(part, hidden)
+    attributes = {name: _module_attributes(module, named) for name, module in modules.items()}
+    for name, module in hidden.items():  # the engine sets that of the others
+        attributes[name]["training"] = module.training
+    sent = {name: _sent_tensor(tensor) for name, tensor in hidden_tensors(hidden).items()}
+    return PartInfo(tensors, tuple(hooks), attributes, sent)
+
+
+def hidden_in(part: nn.Module) -> dict[str, nn.Module]:
+    """The modules that a part holds where torch does not look, by name, and that are no layers of the pipeline."""
+    return hidden_modules(part, apart=_FIRST)
+
+
+def _named(part: nn.Module, hidden: dict[str, nn.Module]) -> Named:
+    """The modules and tensors of a part, by which its objects refer to them."""
+    modules = {**dict(part.named_modules()), **hidden}
+    tensors = {**tensors_by_name(part), **hidden_tensors(hidden)}
+    return {("module", name): module for name, module in modules.items()} | {
+        ("tensor", name): tensor for name, tensor in tensors.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +195,22 @@ MADE_OF_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
 """Attributes that torch's recurrent layers make of their weights, on each rank of its own."""
 
 
-def _module_attributes(module: nn.Module) -> dict[str, Any]:
+EXTRA_STATE = "get_extra_state()"
+"""The name among attributes of what a module gives to checkpoints beside its tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraState:
+    """What a module's ``get_extra_state()`` returns, as it can be sent."""
+
+    sent: Any
+
+
+def _module_attributes(module: nn.Module, named: Named) -> dict[str, Any]:
     """What the class or a program has set on a module, as it can be sent; else the class of what cannot."""
     made = MADE_OF_WEIGHTS if isinstance(module, nn.RNNBase) else ()
     found = {
-        name: _sendable(value)
+        name: _sent_or_object(value, named)
         for name, value in attributes_of(module).items()
         if name not in made and not _is_known(itself(value))
     }
@@ -175,7 +218,24 @@ def _module_attributes(module: nn.Module) -> dict[str, Any]:
         kind = _kind_of(generator)
         if kind is not None:
             found[name] = GeneratorState(kind, generator_state(generator))
+    extra = _extra_state(module, named)
+    if extra is not None:
+        found[EXTRA_STATE] = extra
     return found
+
+
+def _extra_state(module: nn.Module, named: Named) -> ExtraState | Unsendable | None:
+    """What a module gives to checkpoints; None where its class gives nothing."""
+    if type(module).get_extra_state is nn.Module.get_extra_state:
+        return None
+    sent = _sent_or_object(module.get_extra_state(), named)
+    return sent if isinstance(sent, Unsendable) else ExtraState(sent)
+
+
+def _sent_or_object(value: Any, named: Named) -> Any:
+    """What another process can have of an attribute, also where it is an object of the program."""
+    sent = _sendable(value)
+    return (object_state(value, named) or sent) if isinstance(sent, Unsendable) else sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +245,10 @@ class SentTensor:
     shape: torch.Size
     dtype: torch.dtype
     device_type: str
+
+
+def _sent_tensor(tensor: torch.Tensor) -> SentTensor:
+    return SentTensor(tensor.shape, tensor.dtype, tensor.device.type)
 
 
 def _sendable(value: Any) -> Any:
@@ -281,46 +345,107 @@ def _with_data(value: Any, made_of: Callable[[Any], Any]) -> Any:
     return made_of(value)
 
 
-def only_what_changed(part: Part, there: PartInfo, built: nn.Module | None = None) -> PartInfo:
-    """Leave out the attributes that a layer has when it is built: those may name the rank, or its device."""
-    spec: Any = part.spec
-    existing = spec if isinstance(spec, nn.Module) else getattr(spec, "module", None)
-    if isinstance(existing, nn.Module):  # a program sets what it sets on every rank; one of them runs the layer
-        return there if part.name == LOSS else replace(there, attributes=_changed_since(existing, there))
-    built = spec.build() if built is None else built
-    own = {name: _module_attributes(module) for name, module in built.named_modules()}
-    modules = dict(built.named_modules())
+def existing_module(spec: Any) -> nn.Module | None:
+    """The module of a layer that a program has built on every rank; None where a specification builds it."""
+    module = spec if isinstance(spec, nn.Module) else getattr(spec, "module", None)
+    return module if isinstance(module, nn.Module) else None
+
+
+def only_what_changed(part: Part, held: nn.Module, build: Callable[[], nn.Module]) -> PartInfo:
+    """Describe a part without what a layer has when it is built: that may name the rank, or its device.
+
+    Args:
+        part: which ``held`` is on this rank.
+        held: the module.
+        build: Builds another one, where a specification builds it.
+    """
+    there, existing = describe(held), existing_module(part.spec)
+    if existing is not None:  # a program sets what it sets on every rank; one of them runs the layer
+        return replace(there, attributes=_changed_since(existing, there)) if existing in _FIRST else there
+    built = build()
+    hidden, others = hidden_in(held), hidden_in(built)
+    named = _named(built, others)
+    present, modules = (
+        {**dict(each.named_modules()), **of_each} for each, of_each in ((held, hidden), (built, others))
+    )
     changed = {
-        path: {
-            name: _staying(modules[path], name, value)
-            if isinstance(value, Unsendable) and name in own.get(path, {})
-            else value
-            for name, value in found.items()
-            if not _is_alike(own.get(path, {}), name, value)
-        }
+        path: _changed_attributes(
+            present[path],
+            found,
+            modules.get(path),
+            _module_attributes(modules[path], named) if path in modules else {},
+        )
         for path, found in there.attributes.items()
     }
-    return replace(there, attributes=changed)
+    return replace(there, attributes=changed, hidden=_changed_tensors(hidden, others, there.hidden))
 
 
-HOSTS = frozenset(("lightning", "lightning_fabric", "pytorch_lightning"))
-"""Packages whose objects no layer makes."""
+def _changed_attributes(
+    held: nn.Module, found: dict[str, Any], built: nn.Module | None, own: dict[str, Any]
+) -> dict[str, Any]:
+    """The attributes that differ from what a specification builds, or were changed where it is handed them."""
+    changed: dict[str, Any] = {}
+    first = _FIRST.get(held, {})
+    for name, value in found.items():
+        before = own.get(name)
+        if _is_alike(own, name, value):
+            # An object among the arguments of the specification is in both: it may have changed since it came.
+            if built is None or vars(held).get(name, held) is not vars(built).get(name) or name not in first:
+                continue
+            before = first[name]
+            if before == _fingerprint_of(held, name, value):
+                continue
+        is_known = built is not None and name in own
+        changed[name] = _told(held, name, value, before) if is_known else value
+    return changed
+
+
+def _changed_tensors(
+    hidden: dict[str, nn.Module], others: dict[str, nn.Module], sent: dict[str, SentTensor]
+) -> dict[str, SentTensor]:
+    """The tensors of hidden modules but for those that a specification builds with these values, or is handed."""
+    here, built = hidden_tensors(hidden), hidden_tensors(others)
+    return {
+        name: info
+        for name, info in sent.items()
+        if name not in built
+        or info != _sent_tensor(built[name])
+        or (
+            _version(here[name]) != _FIRST_VERSIONS.get(here[name], 0)
+            if here[name] is built[name]
+            else not torch.equal(here[name], built[name])
+        )
+    }
+
+
 _FIRST = WeakIdKeyDictionary()  # a module's own hash may depend on what it holds, as a metric's does
-"""What modules that a program has built had when all ranks last had the same: attributes, by fingerprints."""
+"""What modules of layers had when all ranks last had the same, or when they came: attributes, by fingerprints."""
+_FIRST_VERSIONS = WeakIdKeyDictionary()
+"""How often tensors of hidden modules had been written to then."""
 
 
 def remember_attributes(layers: Iterable[Any], *, again: bool = False) -> None:
-    """Remember what layers have that a program has built on every rank, so that what they change can be told.
+    """Remember what layers have that this rank runs, or a program has built on every rank.
+
+    So what they change later can be told.
 
     Args:
         layers: Those that are modules, or have one that is tied, are looked at.
         again: Also those that are remembered: all ranks have the same of them now.
     """
-    for layer in layers:
-        existing = layer if isinstance(layer, nn.Module) else getattr(layer, "module", None)
-        for module in existing.modules() if isinstance(existing, nn.Module) else ():
+    for layer in filter(None, map(existing_module, layers)):
+        hidden = hidden_in(layer)
+        named = _named(layer, hidden)
+        for module in layer.modules():
             if again or module not in _FIRST:
-                _FIRST[module] = _fingerprints(module, _module_attributes(module))
+                _FIRST[module] = _fingerprints(module, _module_attributes(module, named))
+        for tensor in hidden_tensors(hidden).values():
+            if again or tensor not in _FIRST_VERSIONS:
+                _FIRST_VERSIONS[tensor] = _version(tensor)
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 def changed_attributes(layer: nn.Module) -> dict[str, dict[str, Any]]:
@@ -333,24 +458,27 @@ def changed_attributes(layer: nn.Module) -> dict[str, dict[str, Any]]:
 
 def set_attributes(layer: nn.Module, changed: dict[str, dict[str, Any]]) -> None:
     """Give a layer what :func:`changed_attributes` has found on another rank."""
-    take_attributes(layer, PartInfo([], (), changed))
+    take_attributes(layer, PartInfo([], (), changed, {}))
 
 
 def _changed_since(layer: nn.Module, there: PartInfo) -> dict[str, dict[str, Any]]:
     """What a layer has changed since it was remembered, such as a counter: only the rank that ran it has that."""
     changed: dict[str, dict[str, Any]] = {}
-    modules = dict(layer.named_modules())  # scripted ones have no get_submodule()
+    hidden = hidden_in(layer)
+    modules = {**dict(layer.named_modules()), **hidden}  # scripted ones have no get_submodule()
     for path, found in there.attributes.items():
         module = modules[path]
         first = _FIRST.get(module)
         if first is not None:
             now = _fingerprints(module, found)
             changed[path] = {
-                name: _staying(module, name, value) if isinstance(value, Unsendable) else value
+                name: _told(module, name, value, first.get(name))
                 for name, value in found.items()
                 if first.get(name) != now[name] and not _is_of_hosts(vars(module).get(name))
             }
             changed[path].update({name: Gone() for name in first if name not in found and name.isidentifier()})
+        elif path in hidden:
+            changed[path] = found
     return changed
 
 
@@ -359,8 +487,15 @@ def _is_of_hosts(value: Any) -> bool:
     return module_of(type(value)).partition(".")[0] in HOSTS
 
 
-def _staying(module: nn.Module, name: str, value: Unsendable) -> Staying:
-    return Staying(f"{users_names.get(module, type(module).__name__)}.{name}", value.type_name)
+def _told(module: nn.Module, name: str, value: Any, before: Any) -> Any:
+    """What has changed, with its name where not all of it goes to another process."""
+    shown = f"{users_names.get(module, type(module).__name__)}.{name}"
+    if isinstance(value, Unsendable):
+        return Staying(shown, value.type_name)
+    if isinstance(value, ObjectState) and isinstance(before, ObjectState):
+        was, states = ([each.state for each in state.stays if each.state is not None] for state in (before, value))
+        return replace(value, before=before.data, shown="" if was == states else shown)
+    return value
 
 
 def say_what_stays(parts: Iterable[Mapping[str, Mapping[str, Any]]]) -> None:
@@ -371,23 +506,34 @@ def say_what_stays(parts: Iterable[Mapping[str, Mapping[str, Any]]]) -> None:
     """
     for value in (value for part in parts for found in part.values() for value in found.values()):
         if isinstance(value, Staying):
-            warn_once(
-                f"stays/{value.shown}",
-                f"{value.shown} ({value.type_name}) was changed by its layer while that ran, and is what it was "
-                "on ranks that did not run the layer: numbers, tensors, arrays and containers of these go with a "
-                "layer, and other objects do not",
-            )
+            _say_that_it_stays(value.shown, value.type_name)
+        elif isinstance(value, ObjectState) and value.shown:
+            _say_that_it_stays(value.shown, value.kind)
+
+
+def _say_that_it_stays(shown: str, kind: str) -> None:
+    warn_once(
+        f"stays/{shown}",
+        f"{shown} ({kind}) was changed by its layer while that ran, and it, or a part of it, is what it was on "
+        "ranks that did not run the layer: numbers, tensors, arrays, containers of these and objects that can be "
+        "pickled go with a layer; what cannot be pickled, such as a generator, stays",
+    )
 
 
 def _fingerprints(module: nn.Module, found: dict[str, Any]) -> dict[str, Any]:
     """What tells each of a module's attributes from what it is after a change."""
-    return {
-        name: mark(vars(module)[name]) if isinstance(value, Unsendable) else _fingerprint(value)
-        for name, value in found.items()
-    }
+    return {name: _fingerprint_of(module, name, value) for name, value in found.items()}
 
 
-def _fingerprint(value: Any) -> bytes:
+def _fingerprint_of(module: nn.Module, name: str, value: Any) -> Any:
+    return mark(vars(module).get(name)) if isinstance(value, Unsendable) else _fingerprint(value)
+
+
+def _fingerprint(value: Any) -> Any:
+    if isinstance(value, ObjectState):
+        return value
+    if isinstance(value, ExtraState):
+        return _fingerprint(value.sent)
     if isinstance(value, GeneratorState):
         return pickle.dumps((value.kind, value.state.numpy() if value.kind == "torch" else value.state))
     return pickle.dumps(_with_data(value, _checked))
@@ -415,7 +561,8 @@ def _is_alike(own: dict[str, Any], name: str, value: Any) -> bool:
 
 def take_attributes(built: nn.Module, there: PartInfo) -> None:
     """Give the modules of a part the attributes that they have on the rank that sends them."""
-    modules = dict(built.named_modules())
+    hidden = hidden_in(built)
+    modules, named = {**dict(built.named_modules()), **hidden}, _named(built, hidden)
     for path, found in there.attributes.items():
         module = modules[path]
         here: dict[str, Any] = module.__dict__
@@ -431,8 +578,25 @@ def take_attributes(built: nn.Module, there: PartInfo) -> None:
                 here[name] = itertools.count(*value.numbers)
             elif isinstance(value, QueueState):
                 _fill(here, name, value)
+            elif isinstance(value, ObjectState | ExtraState):
+                try:
+                    _take_object(module, name, value, named)
+                except NotHereError:
+                    shown = f"{users_names.get(module, type(module).__name__)}.{name}"
+                    _say_that_it_stays(shown, value.kind if isinstance(value, ObjectState) else "extra state")
             elif not isinstance(value, Unsendable | Staying):
                 _take(here, name, _with_data(value, _onto_the_device))
+
+
+def _take_object(module: nn.Module, name: str, value: ObjectState | ExtraState, named: Named) -> None:
+    if isinstance(value, ObjectState):
+        vars(module)[name] = laid(value, vars(module), name, named)
+        return
+    own = _extra_state(module, named)  # its attributes may have brought it
+    if own is None or _fingerprint(own) != _fingerprint(value):
+        sent = value.sent
+        is_object = isinstance(sent, ObjectState)
+        module.set_extra_state(loaded(sent, named) if is_object else _with_data(sent, _onto_the_device))
 
 
 def _fill(here: dict[str, Any], name: str, value: QueueState) -> None:
@@ -440,11 +604,7 @@ def _fill(here: dict[str, Any], name: str, value: QueueState) -> None:
     items: Any = here.get(name)
     if type(items).__name__ != value.kind:
         items = here[name] = getattr(queue, value.kind)()
-    with items.mutex:
-        items.queue.clear()
-        items.queue.extend(_with_data(value.items, _onto_the_device))
-        items.unfinished_tasks = len(value.items)
-        items.not_empty.notify_all()
+    fill_queue(items, _with_data(value.items, _onto_the_device))
 
 
 def _take(here: MutableMapping[str, Any], name: str, value: Any) -> None:
@@ -476,7 +636,7 @@ def attributes_of_tensor(tensor: torch.Tensor) -> dict[str, Any]:
 
 def _of_a_tensor(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-        return SentTensor(value.shape, value.dtype, value.device.type)
+        return _sent_tensor(value)
     return value if _is_plain(value) else Unsendable(type(value).__name__)
 
 
@@ -544,15 +704,21 @@ def _check_what_was_added(part: Part, there: PartInfo, here: PartInfo, rank: int
         )
     attributes = [(info.name, info.attributes, own[info.name].attributes) for info in there.tensors]
     attributes += [
-        (path or "module", {name: value for name, value in found.items() if name[0] != "_"}, here.attributes[path])
+        (
+            path or "module",
+            {name: value for name, value in found.items() if name[0] != "_"},
+            here.attributes.get(path, {}),
+        )
         for path, found in there.attributes.items()
     ]
     for owner_name, found, known in attributes:
         for name, value in found.items():
-            if isinstance(value, Unsendable) and name not in known:
+            needs_another = isinstance(value, ObjectState) and value.needs_another
+            if (isinstance(value, Unsendable) or needs_another) and name not in known:
+                kind = value.type_name if isinstance(value, Unsendable) else value.kind
                 raise RuntimeError(
                     f"layer {part.name!r} cannot be moved: on rank {rank} its {owner_name} has the attribute "
-                    f"{name!r}, a {value.type_name}, which no other process can have: set it where the layer is "
+                    f"{name!r}, a {kind}, which no other process can have: set it where the layer is "
                     "built, in its __init__; or give the cut as boundaries or a plan, so that no layer moves"
                 )
 
@@ -564,11 +730,13 @@ def check_alike(part: Part, description: PartInfo, here: PartInfo, rank: int) ->
         RuntimeError: other parameters or buffers; a hook or an attribute that cannot be sent.
     """
     tensors = {info.name for info in here.tensors}
-    if tensors != {info.name for info in description.tensors}:
+    beside = sorted(set(description.hidden) - set(here.hidden))
+    if beside or tensors != {info.name for info in description.tensors}:
         raise RuntimeError(
-            f"layer {part.name!r} cannot be moved: its specification builds {sorted(tensors)} and rank {rank} "
-            f"has {sorted(info.name for info in description.tensors)}; change layers in their specification, "
-            "not after they are built (weight normalization or LoRA go into the __init__ of a layer, or of a "
-            "module that wraps it); or give the cut as boundaries or a plan, so that no layer moves"
+            f"layer {part.name!r} cannot be moved: its specification builds {sorted((*tensors, *here.hidden))} "
+            f"and rank {rank} has {sorted((*(info.name for info in description.tensors), *beside))}; change "
+            "layers in their specification, not after they are built (weight normalization or LoRA go into the "
+            "__init__ of a layer, or of a module that wraps it); or give the cut as boundaries or a plan, so that "
+            "no layer moves"
         )
     _check_what_was_added(part, description, here, rank)

@@ -8,6 +8,7 @@ the layer has counted. What is no data, as a generator, stays behind, and that i
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -63,6 +64,8 @@ class StateBeside:
                 continue
             sent = sendable(name.value)
             if self._first.get((place, name.written), sent.mark) != sent.mark:
+                if not sent.can_be_taken:
+                    sent = replace(sent, mark=None)  # which may have keys that cannot be pickled
                 found.setdefault(place, []).append(Changed(self._who(place), name.written, sent))
         everything: dict[int, list[Changed]] = {}
         for of_rank in gather_objects(found, module.mpu().get_pipe_parallel_group()):
