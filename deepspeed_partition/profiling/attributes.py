@@ -26,6 +26,7 @@ from deepspeed_partition.code_names import (
     slots_of,
 )
 from deepspeed_partition.generators import GENERATORS, generator_state, members_of, set_generator_state
+from deepspeed_partition.hidden_modules import hidden_modules
 from deepspeed_partition.kept_values import (
     copied,
     iterator_kept,
@@ -62,16 +63,22 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 def attributes_kept(modules: Iterable[nn.Module], *, buffers: bool = False) -> Iterator[None]:
     """Put the attributes of ``modules`` and of their children back afterwards, and their buffers if asked.
 
+    Modules that they hold in lists and objects count, too, with their buffers in any case.
+
     Numbers, strings, tensors, random generators, arrays, what ``kept_values.py`` knows, and lists, dicts, sets and
     deques of these become what they were, and so do the attributes of a program's objects. Of any other object
     only the name is put back: what has changed within it stays changed.
     """
-    owners = list(dict.fromkeys(owner for module in modules for owner in module.modules()))
+    listed = list(modules)
+    owners = list(dict.fromkeys(owner for module in listed for owner in module.modules()))
+    hidden = [each for module in listed for each in hidden_modules(module).values()]
+    with_buffers = [*(owners if buffers else []), *hidden]
+    owners = list(dict.fromkeys((*owners, *hidden)))
     remembering = _Remembering(_is_no_data, by_others=True)
     before = [(owner, remembering.each(attributes_of(owner))) for owner in owners]
     for owner, remembered in before:
         remembering.let_others_stand(vars(owner), remembered)
-    tables = [(owner._buffers, remembering.each(owner._buffers)) for owner in owners if buffers]
+    tables = [(owner._buffers, remembering.each(owner._buffers)) for owner in dict.fromkeys(with_buffers)]
     try:
         yield
     finally:

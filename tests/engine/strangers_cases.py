@@ -955,6 +955,9 @@ def what_hinders_a_move_is_refused_before_the_warm_up(_: Path) -> None:
     def marked(engine: Any) -> None:
         next(engine.module.parameters()).add_later = note
 
+    def teaching(engine: Any) -> None:
+        next(layer for layer in engine.module.modules() if isinstance(layer, Block)).teacher = [nn.Linear(1, 1)]
+
     for make_specs in (mlp, built):
         for change, words in (
             (
@@ -963,6 +966,7 @@ def what_hinders_a_move_is_refused_before_the_warm_up(_: Path) -> None:
             ),
             (hooked, ("cannot be moved", "strangers_cases.note", "would stay behind")),
             (marked, ("cannot be moved", "'add_later', a function")),
+            (teaching, ("cannot be moved", "'teacher[0].bias'", "into the __init__")),
         ):
             config = planned(cut(), warmup_steps=2)
             engine, _, _ = start(make_specs(), "madpipe", config, optimizer=two_groups)
@@ -985,6 +989,39 @@ def what_hinders_a_move_is_refused_before_the_warm_up(_: Path) -> None:
     losses = train(engine, data[:2])
     engine.recut(looped())
     same(losses + train(engine, data[2:]), expected)
+
+
+class Scaled(Block):
+    """Computes with an attribute that a script sets."""
+
+    factor = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.factor
+
+
+def layers_are_listed_between_steps(_: Path) -> None:
+    """``forward_funcs`` had the layers of one stage of the rank; those of the other ones kept their settings."""
+    data = batches(4)
+
+    def layers() -> list[Any]:
+        return [LayerSpec(nn.Linear, 8, WIDTH), *[LayerSpec(Scaled, WIDTH)] * 6, LayerSpec(nn.Linear, WIDTH, 4)]
+
+    expected = []
+    for is_planned in (False, True):
+        engine, _, _ = start(layers(), looped() if is_planned else cut(), optimizer=two_groups)
+        losses = []
+        for step, batch in enumerate(data):
+            functions = engine.module.forward_funcs
+            for place, function in enumerate(functions):
+                if isinstance(function, Scaled):
+                    function.factor = 1 / (1 + step)
+                elif step == 2 and isinstance(function, nn.Linear) and function.in_features == 8:
+                    functions[place] = lambda x, linear=function: 2 * linear(x)
+            losses += train(engine, [batch])
+        assert sum(gather_objects(len(engine.module.forward_funcs))) == 8
+        expected = expected or losses
+        same(losses, expected)
 
 
 # What a script keeps of parameters
@@ -1523,7 +1560,8 @@ CASES = [
     optimizers_that_see_a_part, schedules_that_see_a_part,
     layers_that_remember,
     a_schedule_and_an_optimizer_that_are_set_later,
-    attributes_and_hooks_of_layers_that_move, what_layers_count_goes_with_them, averages_of_weights,
+    attributes_and_hooks_of_layers_that_move, layers_are_listed_between_steps, what_layers_count_goes_with_them,
+    averages_of_weights,
     what_hinders_a_move_is_refused_before_the_warm_up,
     checkpoints_that_begin_at_words, batch_normalization_in_half_precision,
     data_in_memory_that_is_filled_again, labels_that_a_loss_writes, labels_that_a_loss_writes_in_inference_mode,

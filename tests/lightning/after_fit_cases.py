@@ -675,6 +675,13 @@ def types_that_are_flattened(host: cases.Host) -> dict[str, Any]:
 # What layers set on themselves
 
 
+class Meter:
+    """An object of the program."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+
 class Keeping(cases.Block):
     """Keeps of its runs what plain attributes can hold, and computes with some of it."""
 
@@ -683,6 +690,7 @@ class Keeping(cases.Block):
         self.num_runs, self.history, self.mean = 0, [], torch.zeros(cases.WIDTH)
         self.recent, self.sizes, self.counts = deque(maxlen=3), Counter[int](), np.zeros(2, dtype=np.int64)
         self.first = None
+        self.meter = Meter()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
@@ -693,6 +701,7 @@ class Keeping(cases.Block):
             self.sizes[len(x)] += 1
             self.counts[self.num_runs % 2] += 1
             self.first = self.mean if self.first is None else self.first
+            self.meter.total += 1
             vars(self).pop("unused", None)
             self.used_for = x.dtype
         return super().forward(x) * min(1.0, self.num_runs / 20)
@@ -705,25 +714,22 @@ class Keeping(cases.Block):
             "sizes": [list(pair) for pair in self.sizes.items()],
             "counts": self.counts.tolist(),
             "first": None if self.first is None else self.first.tolist(),
+            "meter": self.meter.total,
             "unused": hasattr(self, "unused"),
             "used for": str(getattr(self, "used_for", None)),
         }
 
 
-class Meter:
-    """An object of the program, which no other process can have."""
-
-    def __init__(self) -> None:
-        self.total = 0
-
-
 class Metered(cases.Block):
+    """Has an object with a generator, which no other process can have."""
+
     def __init__(self) -> None:
         super().__init__()
         self.meter = Meter()
+        self.meter.numbers = (number for number in range(10**6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.meter.total += self.training
+        self.meter.total += self.training and next(self.meter.numbers)
         return super().forward(x)
 
 

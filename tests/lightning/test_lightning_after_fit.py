@@ -128,7 +128,7 @@ def test_objects_that_a_layer_has_changed_are_named(two: Records) -> None:
     said = [line for rank in two.ranks for line in rank["objects_of_layers_are_named"]["said"]]
     for place in range(5):
         [line] = [line for line in said if f"self.blocks.{place}.meter (Meter) was changed by its layer" in line]
-        assert "numbers, tensors, arrays and containers of these go with a layer" in line
+        assert "objects that can be pickled go with a layer" in line
 
 
 def test_what_only_a_spec_knows_stays_on_its_rank(two: Records) -> None:

@@ -163,3 +163,15 @@ def test_a_buffer_that_has_grown_gets_its_shape_back() -> None:
     assert observer.least is before and before.shape == (0,)
     put_back(before, torch.ones(4))
     assert torch.equal(before, torch.ones(4))
+
+
+def test_modules_in_lists_are_put_back():
+    """Running means of one that a layer keeps from parameters() were those of the measurement, too."""
+    layer, hidden = nn.Linear(2, 2), nn.BatchNorm1d(2)
+    hidden.calls, layer.fixed = [0], [{"norm": hidden}]
+    before = {name: value.clone() for name, value in hidden.state_dict().items()}
+    with attributes_kept([layer]):
+        hidden(torch.randn(3, 2))
+        hidden.calls[0] += 1
+    assert hidden.calls == [0]
+    assert all(torch.equal(value, before[name]) for name, value in hidden.state_dict().items())

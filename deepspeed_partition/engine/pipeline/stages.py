@@ -9,6 +9,7 @@ import itertools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import is_
 from typing import Any, TypeAlias
 
 import deepspeed.pipe
@@ -77,6 +78,10 @@ class StagesModule(deepspeed.pipe.PipelineModule):
     _stages_looked_at: set[int]
     """The stages of which it was told what their layers change of it."""
     is_checkpointable_results_interval: int | None
+    _listed: list[Any]
+    """The layers of all stages of this rank, as a script finds them and may put others in their places."""
+    _known: list[Any]
+    """Those that run."""
     _loads_stages = False
     micro_batch = -1
     """The micro-batch that the active stage runs, counted from the begin of the batch."""
@@ -145,7 +150,7 @@ class StagesModule(deepspeed.pipe.PipelineModule):
                 self._functions[stage] = [unpacking(function) for function in self.forward_funcs]
         finally:
             self._layer_specs = specs
-        self._show(self.own_stages[0])
+        self._show_all()
 
     def _specs_to_build(self) -> list[Any]:
         specs = list(self._layer_specs)
@@ -218,6 +223,28 @@ class StagesModule(deepspeed.pipe.PipelineModule):
         # What ``seed_layers`` counts micro-batches by.
         self.micro_offset = self._num_forwards[stage]
 
+    def _show_all(self) -> None:
+        """Be all stages of this rank, for which a script asks between two steps."""
+        self._show(self.own_stages[0])
+        self._known = [each for stage in self.own_stages for each in self._functions[stage]]
+        self._listed = list(self._known)
+        self._list_all()
+
+    def _list_all(self) -> None:
+        """List the layers of all stages; those of one are the list that runs."""
+        if len(self.own_stages) > 1:
+            self.__dict__["forward_funcs"] = self._listed
+
+    def _take_listed(self) -> None:
+        """Let stages run what a script has put into the list of the layers of all stages."""
+        if len(self.own_stages) == 1 or all(map(is_, self._listed, self._known)):
+            return
+        places = [(stage, place) for stage in self.own_stages for place in range(len(self._functions[stage]))]
+        for (stage, place), function, known in zip(places, self._listed, self._known, strict=True):
+            if function is not known:
+                self._functions[stage][place] = unpacking(function)
+        self._known = list(self._listed)
+
     def count_forwards_from(self, num_forwards: int) -> None:
         """Go on as if each stage had run so often."""
         self._num_forwards = dict.fromkeys(self.own_stages, num_forwards)
@@ -244,6 +271,7 @@ class StagesModule(deepspeed.pipe.PipelineModule):
     def activate(self, stage: int) -> None:
         """Let this module be one of its stages, until :meth:`deactivate`."""
         own = self.__dict__  # past torch, which looks at each assignment for children
+        self._take_listed()
         if stage == self._shown and self.forward_funcs is self._functions[stage]:
             own["micro_offset"] = self._num_forwards[stage]
         else:
@@ -254,6 +282,7 @@ class StagesModule(deepspeed.pipe.PipelineModule):
         """Let this module be all its stages again."""
         self.__dict__["_is_active"] = False
         self._num_forwards[self._shown] = self.micro_offset
+        self._list_all()
 
     def forward(self, forward_input: Any) -> Any:
         if not self._is_active and not self.allocation.is_contiguous:
@@ -450,12 +479,14 @@ class StagesModule(deepspeed.pipe.PipelineModule):
             self.is_checkpointable_results_interval = None  # of the stage before
             super()._precompute_checkpointable_values()
             self._checkpointable[stage] = self.is_checkpointable_results
-        self._show(self.own_stages[0])
+        self._show_all()
 
     def save_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._take_listed()
         for stage in self.own_stages:
             self._show(stage)
             super().save_state_dict(*args, **kwargs)
+        self._show_all()
 
     def ckpt_layer_path_list(self, ckpt_dir: Any, local_layer_idx: int) -> list[str]:
         """Find files also in a folder with a bracket in its name, which DeepSpeed takes for a pattern."""
@@ -463,12 +494,14 @@ class StagesModule(deepspeed.pipe.PipelineModule):
 
     def load_state_dir(self, *args: Any, **kwargs: Any) -> None:
         self._loads_stages = True
+        self._take_listed()
         try:
             for stage in self.own_stages:
                 self._show(stage)
                 super().load_state_dir(*args, **kwargs)
         finally:
             self._loads_stages = False
+            self._show_all()
         self._synchronize_tied_weights()
 
     def _synchronize_tied_weights(self) -> None:
@@ -492,9 +525,11 @@ class StagesModule(deepspeed.pipe.PipelineModule):
                         own.copy_(weight)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
+        self._take_listed()
         for stage in self.own_stages:
             self._show(stage)
             super().compile(*args, **kwargs)
+        self._show_all()
 
 
 @functools.cache
