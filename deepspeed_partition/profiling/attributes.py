@@ -42,6 +42,7 @@ from deepspeed_partition.tensor_values import put_back as put_values_back
 PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
 """Types of values that nothing changes in place."""
 _OF_TORCH = frozenset(vars(nn.Module()))
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_DEEPSPEED = ("ds_", "_ds_")
 _DEPTH = 2
 _MOST_MEMBERS = 1000
@@ -300,6 +301,7 @@ class _Held:
         if isinstance(value, nn.Module):
             self.modules.append(value)
             self._read(forward_of(value), type(value))
+            self._add_hooks_of(value)
         elif isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
                 self.add(part)
@@ -316,6 +318,7 @@ class _Held:
     def add_code_of(self, layer: Any) -> None:
         """Find what the code of a module and its children names; of a specification, its arguments, too."""
         if isinstance(layer, nn.Module):
+            self._add_hooks_of(layer)
             for part in layer.modules():
                 self._read(forward_of(part), type(part))
                 for value in attributes_of(part).values():
@@ -323,6 +326,12 @@ class _Held:
         elif isinstance(kind := getattr(layer, "typename", None), type):
             self._objects.append(vars(layer))
             self._read(getattr(kind, "forward", None), kind)
+
+    def _add_hooks_of(self, module: nn.Module) -> None:
+        for part in module.modules():
+            for kind in _HOOKS:
+                for hook in list(getattr(part, kind, {}).values()):
+                    self.add(hook)
 
     def _read_functions(self, value: Any) -> None:
         """Read functions of the program that are an attribute, or stand in one."""

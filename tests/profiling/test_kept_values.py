@@ -175,3 +175,20 @@ def test_modules_in_lists_are_put_back():
         hidden.calls[0] += 1
     assert hidden.calls == [0]
     assert all(torch.equal(value, before[name]) for name, value in hidden.state_dict().items())
+
+
+def test_what_hooks_of_layers_count_is_put_back():
+    """A hook had counted the runs that were made to measure its layer."""
+    counts, layer = {"runs": 0}, nn.Sequential(nn.Linear(2, 2))
+
+    def count(*_):
+        counts["runs"] += 1
+
+    layer[0].register_forward_hook(count)
+    layer[0].register_full_backward_pre_hook(count)
+    layer.register_forward_pre_hook(count)
+    for functions, layers in (([], [layer]), ([layer], [])):
+        with state_kept(functions, layers):
+            layer(torch.ones(1, 2)).sum().backward()
+            assert counts["runs"] == 3
+        assert counts["runs"] == 0
