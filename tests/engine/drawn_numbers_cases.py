@@ -240,7 +240,30 @@ def tracked_states_are_as_if_nothing_were_measured(_: Path) -> None:
         same(other, found[0])
 
 
+def a_shuffle_that_seeds_decide_is_said(_: Path) -> None:
+    """From the second epoch on samples came in another order than on another cut, in silence."""
+    inputs, labels = zip(*[item for batch in batches(2) for item in batch], strict=True)
+    samples = list(zip(torch.cat(inputs), torch.cat(labels), strict=True))
+    for shuffle, generator in ((True, None), (True, torch.Generator().manual_seed(0)), (False, None)):
+        losses = []
+        for place in ([0, 3, 8], [0, 5, 8]):
+            _seed()
+            if generator is not None:
+                generator.manual_seed(0)
+            loader = DataLoader(samples, batch_size=4, shuffle=shuffle, generator=generator)  # type: ignore[arg-type]
+            with said_here() as said:
+                engine, _, _ = start(mlp(), place, optimizer=two_groups)
+                data = iter(RepeatingLoader(loader))
+                losses.append([float(engine.train_batch(data)) for _ in range(NUM_STEPS)])
+            lines = [line for of_rank in gather_objects(said) for line in of_rank if "are shuffled anew" in line]
+            is_said = shuffle and generator is None and place == [0, 3, 8]  # once in a job
+            assert len(lines) == is_said, lines
+        if not shuffle or generator is not None:
+            same(*losses)
+
+
 CASES = [
+    a_shuffle_that_seeds_decide_is_said,
     tracked_states_are_as_if_nothing_were_measured,
     layers_that_draw_are_said_where_a_plan_moves_them,
     data_is_drawn_as_if_nothing_were_planned, a_generator_draws_lazily_as_if_nothing_were_measured,

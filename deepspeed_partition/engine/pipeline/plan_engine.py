@@ -107,6 +107,14 @@ DRAWN_AT_ONCE = (
 )
 
 
+SHUFFLED_BY_SEEDS = (
+    "the data of this rank are shuffled anew for an epoch by numbers from torch's common generator, which "
+    "seed_layers sets to the seed of the layer that ran last on the rank: so their order depends on the cut, in "
+    "plain DeepSpeed, too. Give the loader a generator of its own: "
+    "DataLoader(..., shuffle=True, generator=torch.Generator().manual_seed(0))"
+)
+
+
 class AnyPlanEngine(AnyBoundaryEngine):
     """Runs lists of instructions where the module is a :class:`StagesModule`, else DeepSpeed's own schedule."""
 
@@ -334,7 +342,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
                 "give every rank an iterator, or those on which engine.is_first_stage() or is_last_stage() holds"
             )
         try:
-            with self._drawn_at_once.reading(num_micro_batches):
+            with self._drawn_at_once.reading(num_micro_batches, has_seeds=bool(self.module.seed_layers)):
                 self.batch_data.read(num_micro_batches - 1)
         except StopIteration:
             self._num_loaded = self.batch_data.num_read - 1
@@ -418,6 +426,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
                 self._transfers.finish()
                 if self.sharded is not None:
                     self.sharded.finish()
+            if self._drawn_at_once.is_shuffled_by_seeds():
+                warn_once("shuffled by seeds", SHUFFLED_BY_SEEDS)
             for name in self._drawn_at_once.computed():
                 warn_once(f"drawn at once/{name}", DRAWN_AT_ONCE.format(name=name))
             self._told_loss = self._batch.agree(self._passes.loss_in_bits() if self._is_plain else 0)

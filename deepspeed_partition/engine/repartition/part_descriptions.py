@@ -49,6 +49,11 @@ OF_DEEPSPEED = (
 )  # fmt: skip
 """How names begin of attributes that DeepSpeed sets on parameters, besides ``ds_`` and ``_``."""
 
+LET_NONE_MOVE = (
+    "let no layer move: boundaries as PipelineModule(partition_method=[0, 4, 8]), in Lightning "
+    "MadPipeStrategy(plan=...)"
+)
+
 KNOWN = ("deepspeed.", "deepspeed_partition.", "lightning_madpipe.")
 
 OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -699,8 +704,8 @@ def _check_what_was_added(part: Part, there: PartInfo, here: PartInfo, rank: int
     if added:
         raise RuntimeError(
             f"layer {part.name!r} cannot be moved: on rank {rank} it has the hook {next(iter(added))}, which "
-            "would stay behind: register it where the layer is built, in its __init__; or give the cut as "
-            "boundaries or a plan, so that no layer moves; or remove it, and register it again after the move"
+            "would stay behind: register it where the layer is built, in its __init__; or remove it, "
+            f"and register it again after the move; or {LET_NONE_MOVE}"
         )
     attributes = [(info.name, info.attributes, own[info.name].attributes) for info in there.tensors]
     attributes += [
@@ -719,7 +724,7 @@ def _check_what_was_added(part: Part, there: PartInfo, here: PartInfo, rank: int
                 raise RuntimeError(
                     f"layer {part.name!r} cannot be moved: on rank {rank} its {owner_name} has the attribute "
                     f"{name!r}, a {kind}, which no other process can have: set it where the layer is "
-                    "built, in its __init__; or give the cut as boundaries or a plan, so that no layer moves"
+                    f"built, in its __init__; or {LET_NONE_MOVE}"
                 )
 
 
@@ -736,7 +741,6 @@ def check_alike(part: Part, description: PartInfo, here: PartInfo, rank: int) ->
             f"layer {part.name!r} cannot be moved: its specification builds {sorted((*tensors, *here.hidden))} "
             f"and rank {rank} has {sorted((*(info.name for info in description.tensors), *beside))}; change "
             "layers in their specification, not after they are built (weight normalization or LoRA go into the "
-            "__init__ of a layer, or of a module that wraps it); or give the cut as boundaries or a plan, so that "
-            "no layer moves"
+            f"__init__ of a layer, or of a module that wraps it); or {LET_NONE_MOVE}"
         )
     _check_what_was_added(part, description, here, rank)

@@ -100,20 +100,36 @@ class DrawnAtOnce:
         when it begins an epoch, on which no sample need depend."""
         self._drawn: set[str] = set()
         self._states: dict[str, Any] = {}
-        self._is_said = False
+        self._is_said = self._has_read = self._shuffles = False
 
     @contextmanager
-    def reading(self, num_micro_batches: int) -> Iterator[None]:
-        """Watch the reading of a batch."""
+    def reading(self, num_micro_batches: int, *, has_seeds: bool) -> Iterator[None]:
+        """Watch the reading of a batch.
+
+        Args:
+            num_micro_batches: Those of the batch.
+            has_seeds: Whether layers are given seeds, which set torch's generator.
+        """
         drawn, self._drawn, self._names = self._drawn, set(), set()
-        if self._is_said or num_micro_batches == 1:
+        has_read, self._has_read, self._shuffles = self._has_read, True, False
+        if self._is_said or (num_micro_batches == 1 and not has_seeds):
             yield
             return
         before = common_states()
         yield
         self._states = common_states()
         self._drawn = {name for name, state in self._states.items() if state != before[name]}
-        self._names = drawn & self._drawn
+        self._names = drawn & self._drawn if num_micro_batches > 1 else set()
+        self._shuffles = (
+            has_seeds
+            and has_read
+            and "torch" in self._drawn
+            and not _is_one_draw(before["torch"], self._states["torch"])
+        )
+
+    def is_shuffled_by_seeds(self) -> bool:
+        """Whether an epoch began with this batch whose order depends on the seeds that layers have set."""
+        return self._shuffles and not self._names and common_states()["torch"] != self._states["torch"]
 
     def computed(self) -> list[str]:
         """The generators that the batch and its computation have both drawn from, once it is computed."""
@@ -123,3 +139,11 @@ class DrawnAtOnce:
         names = sorted(name for name in self._names if now[name] != self._states[name])
         self._is_said = self._is_said or bool(names)
         return names
+
+
+def _is_one_draw(before: bytes, after: bytes) -> bool:
+    """Whether torch's generator gave one number in between, as to each iterator of a loader for its workers."""
+    generator = torch.Generator()
+    generator.set_state(torch.frombuffer(bytearray(before), dtype=torch.uint8))
+    torch.empty((), dtype=torch.int64).random_(generator=generator)
+    return generator.get_state().numpy().tobytes() == after
