@@ -1024,6 +1024,40 @@ def layers_are_listed_between_steps(_: Path) -> None:
         same(losses, expected)
 
 
+def a_loss_over_all_parameters_is_said(_: Path) -> None:
+    """It had those of its rank, in silence; the decay that is named trains like one process."""
+    data, factor = batches(3), 0.05
+
+    def penalized(model: nn.Module) -> None:
+        for weight in model.parameters():
+            weight.grad += 2 * factor * weight.detach()
+
+    def decaying(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=2 * factor)
+
+    expected = train_alone(
+        mlp(), data, lambda model: torch.optim.Adam(model.parameters(), lr=1e-2), clip=0, before_step=penalized
+    )
+    held: list[Any] = []
+
+    def loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        squares = sum(weight.pow(2).sum() for module in held for weight in module.parameters())
+        return loss_fn(outputs, labels) + factor * squares
+
+    for method in (cut(), looped()):
+        with said_here() as said:
+            engine, _, _ = start(mlp(), method, {"gradient_clipping": 0.0}, optimizer=decaying)
+            same(train(engine, data), expected)
+            engine, _, _ = start(mlp(), method, optimizer=two_groups, loss_fn=loss)
+            held[:] = [engine.module]
+            train(engine, data)
+        told = [
+            line for of_rank in gather_objects(said) for line in of_rank if "reads the parameters of the" in line
+        ]
+        assert len(told) == (method == cut()), told  # once in a job
+        assert "strangers_cases.py:" in "".join(told) or not told
+
+
 # What a script keeps of parameters
 
 
@@ -1560,7 +1594,8 @@ CASES = [
     optimizers_that_see_a_part, schedules_that_see_a_part,
     layers_that_remember,
     a_schedule_and_an_optimizer_that_are_set_later,
-    attributes_and_hooks_of_layers_that_move, layers_are_listed_between_steps, what_layers_count_goes_with_them,
+    attributes_and_hooks_of_layers_that_move, a_loss_over_all_parameters_is_said,
+    layers_are_listed_between_steps, what_layers_count_goes_with_them,
     averages_of_weights,
     what_hinders_a_move_is_refused_before_the_warm_up,
     checkpoints_that_begin_at_words, batch_normalization_in_half_precision,

@@ -1,25 +1,52 @@
-"""What is said where weights are read while a pipeline goes on that never drains.
+"""What is said where weights are read of which some are old, or elsewhere.
 
-One rank alone may read them, so the pipeline cannot be brought to rest for it, which all ranks do together.
+They are old while a pipeline goes on that never drains. One rank alone may read them, so the pipeline cannot be
+brought to rest for it, which all ranks do together.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections import defaultdict
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-from deepspeed_partition.engine.runtime.environment import warn_here
+from deepspeed_partition.code_names import LIBRARIES, is_installed
+from deepspeed_partition.engine.runtime.environment import warn_here, warn_once
 
 OLD_WEIGHTS = (
     "{what} is read while the pipeline runs on between the calls of train_batch (weight_versions {mode!r}): the "
     "updates of the last batches are not all done, and stages have weights of different updates. Call "
     "engine.come_to_rest() on every rank before; this is said once"
 )
+
+
+PART_OF_WEIGHTS = (
+    "{where} reads the parameters of the pipeline module while a stage runs: they are those of this rank's layers "
+    "alone, so what is made of them depends on the cut, in plain DeepSpeed, too. A factor times the squares of "
+    "all weights, in a loss, is weight_decay=2*factor of torch's Adam or SGD, with gradient_clipping=0"
+)
+
+
+def tell_of_a_part(frame: FrameType | None) -> bool:
+    """Say once, and return, whether it is the program that reads the parameters of a module.
+
+    Args:
+        frame: That of the caller, which may be torch's ``parameters()``.
+    """
+    while frame is not None and frame.f_globals is vars(torch.nn.modules.module):
+        frame = frame.f_back
+    module = "" if frame is None else str(frame.f_globals.get("__name__"))
+    if frame is None or is_installed(module) or module.partition(".")[0] in LIBRARIES:
+        return False
+    where = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} ({frame.f_code.co_name})"
+    warn_once(f"reads a part/{where}", PART_OF_WEIGHTS.format(where=where))
+    return True
 
 
 def tell_reads_of_optimizer(engine: Any) -> None:

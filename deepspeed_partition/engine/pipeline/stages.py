@@ -6,6 +6,7 @@ import copy
 import functools
 import glob
 import itertools
+import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,7 +29,7 @@ from deepspeed_partition.engine.pipeline.beside_layers import (
     SharedThings,
     name_of,
 )
-from deepspeed_partition.engine.pipeline.old_weights import tell_old_weights
+from deepspeed_partition.engine.pipeline.old_weights import tell_of_a_part, tell_old_weights
 from deepspeed_partition.engine.pipeline.recomputed_attributes import (
     TwoRuns,
     changes_in_backward_told,
@@ -82,6 +83,8 @@ class StagesModule(deepspeed.pipe.PipelineModule):
     """The layers of all stages of this rank, as a script finds them and may put others in their places."""
     _known: list[Any]
     """Those that run."""
+    _has_told_part = False
+    """Whether it was said that the loss or a layer reads the parameters of this rank."""
     _loads_stages = False
     micro_batch = -1
     """The micro-batch that the active stage runs, counted from the begin of the batch."""
@@ -120,6 +123,8 @@ class StagesModule(deepspeed.pipe.PipelineModule):
         """The parameters of the stages of this rank, as ``nn.Module`` has them."""
         if self.has_old_weights is not None:
             tell_old_weights(self, "a parameter")
+        if self._is_active and not self._has_told_part and len(self.device_of_stage) > 1:
+            self._has_told_part = tell_of_a_part(sys._getframe(1))
         return super().named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
