@@ -320,6 +320,49 @@ def groups_that_become_empty_and_fill_again(_: Path) -> None:
         assert engine.lr_scheduler is scheduler
 
 
+def groups_of_layers_and_groups_that_are_added(_: Path) -> None:
+    """A group for each layer, with a schedule, and one that a script adds: both ended in a zip() of torch's."""
+    data = batches(3 * STEPS)
+
+    def by_layer(model: nn.Module) -> torch.optim.Optimizer:
+        members: dict[str, list[Any]] = {}
+        for name, weight in model.named_parameters():
+            members.setdefault(name.partition(".")[0], []).append(weight)
+        return torch.optim.SGD(
+            [{"params": each, "lr": 5e-2 * 0.8 ** int(name)} for name, each in members.items()], momentum=0.9
+        )
+
+    def falling(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    def by_engine(optimizer: torch.optim.Optimizer) -> Any:
+        return falling(optimizer)
+
+    by_engine.for_engine = True  # type: ignore[attr-defined]
+    expected = train_alone(mlp(), data, by_layer, make_scheduler=falling)
+    for zero in (0, 1):
+        engine, _, _ = start(mlp(), cuts()[0], untested(zero), optimizer=by_layer, lr_scheduler=by_engine)
+        same(train_and_move(engine, data, cuts()), expected)
+        engine, _, _ = start(mlp(), cuts()[0], untested(zero), optimizer=by_layer, lr_scheduler=falling)
+        train(engine, data[:1])
+        with raised(RuntimeError, "the LambdaLR knows", "lr_scheduler=lambda optimizer"):
+            engine.recut(cuts()[1])
+
+    def weights_alone(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([each for each in model.parameters() if each.ndim > 1], lr=5e-2, momentum=0.9)
+
+    losses = []
+    for moves in (False, True):
+        engine, optimizer, _ = start(mlp(), cuts()[0], optimizer=weights_alone)
+        found = train(engine, data[:1])
+        added = [weight for weight in engine.module.parameters() if weight.ndim == 1]
+        optimizer.add_param_group({"params": added, "lr": 1e-2})
+        found += train(engine, data[1:2])
+        rest = data[2:]
+        losses.append(found + (train_and_move(engine, rest, cuts()) if moves else train(engine, rest[:6])))
+    same(losses[1][: len(losses[0])], losses[0])
+
+
 def clipping_goes_on(_: Path) -> None:
     data = batches(3 * STEPS)
     expected = train_alone(mlp(), data, OPTIMIZERS["SGD"], clip=0.05)
@@ -495,7 +538,8 @@ def planned_and_moved(_: Path) -> None:
 BOTH = [tied_layers, noise_and_batch_norm, frozen_layers, a_checkpoint_between_moves]
 ONLY_TWO = [
     every_optimizer, a_state_of_any_shape, adagrad_and_the_configurations_optimizer, half_precision,
-    schedules_go_on, groups_that_become_empty_and_fill_again, fp16_with_its_loss_scale, clipping_goes_on,
+    schedules_go_on, groups_that_become_empty_and_fill_again, groups_of_layers_and_groups_that_are_added,
+    fp16_with_its_loss_scale, clipping_goes_on,
     nothing_is_lost, memory_of_a_move, counts_and_settings_stay, states_are_found_by_deepspeed, planned_and_moved,
 ]  # fmt: skip
 CASES = {

@@ -195,6 +195,7 @@ class MovingEngine(AnyPlanEngine):
         num_scheduled, groups = self._num_scheduled(self._every_group), copy.copy(self._groups)
         groups.gather(self._every_group, self.grid.get_pipe_parallel_group())
         self._is_scheduler_assigned(num_scheduled == len(groups.groups))
+        self._refuse_scheduler_of_few_groups(len(groups.groups))
 
     def check_that_optimizer_can_go_on(self, *, after_steps: bool = False) -> None:
         """Refuse an optimizer that keeps something of its parameters where it does not go with them. Collective.
@@ -234,6 +235,21 @@ class MovingEngine(AnyPlanEngine):
             )
         return is_assigned, all(knows for _, knows in told)
 
+    def _refuse_scheduler_of_few_groups(self, num_groups: int) -> None:
+        """Refuse one that was made for the groups of a rank, where other ranks have others. Collective.
+
+        Raises:
+            RuntimeError: on every rank, some rank's scheduler has not this number of groups.
+        """
+        rates = getattr(self.lr_scheduler, "base_lrs", None)
+        told = gather_objects(len(rates) if isinstance(rates, list) else num_groups)
+        if any(number != num_groups for number in told):
+            raise RuntimeError(
+                f"the {type(self.lr_scheduler).__name__} knows {told} parameter groups on the ranks, and layers "
+                f"that move bring theirs: {num_groups} in all. Let it be made for all of them: give a function to "
+                "deepspeed.initialize(lr_scheduler=lambda optimizer: LambdaLR(optimizer, ...))"
+            )
+
     def _scheduler_to_keep(self, num_scheduled: int) -> Any:
         """The scheduler that goes on; None where DeepSpeed must make one anew, before the first step. Collective.
 
@@ -242,6 +258,7 @@ class MovingEngine(AnyPlanEngine):
         """
         assert self._groups is not None
         groups, scheduler = self._groups.groups, self.lr_scheduler
+        self._refuse_scheduler_of_few_groups(len(groups))
         knows_all = num_scheduled == len(groups)
         is_assigned, all_know = self._is_scheduler_assigned(knows_all)
         if is_assigned:

@@ -39,6 +39,7 @@ class ParameterGroups:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, module: PipelineModule) -> None:
+        self._module = module
         names = parameter_names(module)
         self.groups: list[dict[str, Any]] = list(optimizer.param_groups)
         """The dictionaries themselves, those that DeepSpeed drops included."""
@@ -53,6 +54,13 @@ class ParameterGroups:
         Collective over the pipeline.
         """
         self.groups = optimizer.param_groups
+        added, names_here = self.groups[len(self._names) :], parameter_names(self._module)
+        if added:  # by a script, between two steps
+            of_each = (
+                tuple(names_here[each] for each in group["params"] if each in names_here) for group in added
+            )
+            self._names = [*self._names, *of_each]
+            self._keys = _keys(self.groups)
         in_use = optimizer.in_use
         mine = [
             GroupInfo(names, key, _settings(group), id(group) in in_use)
@@ -154,10 +162,10 @@ class EveryGroup:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        every = list(self._groups)
-        for place, group in zip(self._places, self._optimizer.param_groups, strict=True):
+        every, present = list(self._groups), self._optimizer.param_groups
+        for place, group in zip(self._places, present, strict=False):
             every[place] = group
-        return every
+        return every + present[len(self._places) :]  # those that a script has added
 
     @property
     def in_use(self) -> set[int]:
