@@ -438,7 +438,8 @@ def remember_attributes(layers: Iterable[Any], *, again: bool = False) -> None:
         layers: Those that are modules, or have one that is tied, are looked at.
         again: Also those that are remembered: all ranks have the same of them now.
     """
-    for layer in filter(None, map(existing_module, layers)):
+    found = (existing_module(layer) for layer in layers)
+    for layer in (each for each in found if each is not None):  # an empty container is false, and some raise
         hidden = hidden_in(layer)
         named = _named(layer, hidden)
         for module in layer.modules():
