@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import pickle
 import random
 import sys
 from collections import deque
@@ -35,6 +37,8 @@ OF_THREADS = frozenset(
     ("asyncio", "concurrent", "logging", "multiprocessing", "queue", "selectors", "subprocess", "threading")
 )
 """Modules of Python whose objects threads change at any time: who waits for one stands among its attributes."""
+_BYTES_OF_WORDS = 4 * (624 + 1)
+"""Of the state of NumPy's ``MT19937``: its words, and its place among them."""
 _DEPTH = 3
 _MOST_MEMBERS = 1000
 
@@ -69,10 +73,13 @@ def common_states() -> dict[str, Any]:
 
     They are to be compared with ``==``.
     """
-    kind, words, *rest = COMMON["numpy.random"].get_state()
+    return _states_with(_state_of_numpy())
+
+
+def _states_with(of_numpy: Any) -> dict[str, Any]:
     states = {
         "random": COMMON["random"].getstate(),
-        "numpy.random": (kind, words.tobytes(), *rest),
+        "numpy.random": of_numpy,
         "torch": torch.get_rng_state().numpy().tobytes(),
     }
     if torch.cuda.is_initialized():
@@ -84,6 +91,26 @@ def common_states() -> dict[str, Any]:
             if isinstance(state, torch.Tensor)
         }
     return states
+
+
+def common_marks() -> dict[str, Any]:
+    """Values by which it shows whether the generators of :func:`common_states` were drawn from, in less time.
+
+    NumPy makes an object of each of its 624 words when it is asked for its state. Here they are read where they
+    lie. So one draw does not show: that of a normal number which NumPy has kept from the draw before.
+    """
+    bits = COMMON["numpy.random"]._bit_generator
+    if type(bits) is not np.random.MT19937:
+        return common_states()
+    return _states_with(ctypes.string_at(bits.ctypes.state_address, _BYTES_OF_WORDS))
+
+
+def _state_of_numpy() -> tuple[Any, ...]:
+    generator = COMMON["numpy.random"]
+    if type(generator._bit_generator) is not np.random.MT19937:  # after ``numpy.random.set_bit_generator``
+        return (pickle.dumps(generator.get_state(legacy=False)),)
+    kind, words, *rest = generator.get_state()
+    return (kind, words.tobytes(), *rest)
 
 
 def is_tracked(name: str) -> bool:
@@ -126,6 +153,8 @@ def set_common_state(name: str, state: Any) -> None:
     """Put a common generator to where :func:`common_states` has found it."""
     if name == "random":
         COMMON[name].setstate(state)
+    elif name == "numpy.random" and len(state) == 1:
+        COMMON[name].set_state(pickle.loads(state[0]))
     elif name == "numpy.random":
         kind, words, *rest = state
         COMMON[name].set_state((kind, np.frombuffer(words, np.uint32), *rest))

@@ -181,8 +181,12 @@ class Program:
     """Ends of boundaries, as (device, boundary), at which the device may hold a tensor more than in the run that
     the lists were made from, where another device is late."""
     _num_slots: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _in_halves: tuple[frozenset[tuple[int, int]], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        halves = [[each for each in mine if isinstance(each, Compute) and each.kind == "I"] for mine in self.lists]
+        in_halves = tuple(frozenset((each.stage, each.micro_batch) for each in mine) for mine in halves)
+        object.__setattr__(self, "_in_halves", in_halves)
         counts = [[each.slot + 1 for each in mine if isinstance(each, Compute)] for mine in self.lists]
         object.__setattr__(self, "_num_slots", tuple(max(mine, default=0) for mine in counts))
 
@@ -199,8 +203,7 @@ class Program:
 
     def in_halves(self, device: int) -> frozenset[tuple[int, int]]:
         """Return the stages and micro-batches whose backward a device runs in two halves."""
-        computations = (each for each in self.lists[device] if isinstance(each, Compute))
-        return frozenset((each.stage, each.micro_batch) for each in computations if each.kind == "I")
+        return self._in_halves[device]
 
     def num_slots(self, device: int) -> int:
         """Return the most micro-batches in flight on a device, over all its stages."""

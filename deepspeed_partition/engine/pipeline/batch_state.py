@@ -61,12 +61,15 @@ class BatchState:
             kept.clear()
 
 
-class Remembering(Iterator[Any]):
+class Remembering:
     """An iterator that knows what was taken from it."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self.iterator = iterator
         self.taken: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
 
     def __next__(self) -> Any:
         item = next(self.iterator)
@@ -74,7 +77,7 @@ class Remembering(Iterator[Any]):
         return item
 
 
-class GivenAgain(Iterator[Any]):
+class GivenAgain:
     """An iterator that first gives again what was taken from it: to be measured, or by a step that was given up.
 
     Args:
@@ -86,6 +89,9 @@ class GivenAgain(Iterator[Any]):
         self.left: deque[Any] = deque((*taken, *(source.left if isinstance(source, GivenAgain) else ())))
         """What comes before the rest of ``source``."""
         self.source = source_of(source)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
 
     def __next__(self) -> Any:
         return self.left.popleft() if self.left else next(self.source)
@@ -150,15 +156,28 @@ class BatchData:
         self.kept: dict[int, Any] = {}
         """Micro-batches, by their number, that were read and are not loaded yet by all stages that need them."""
         self._originals = Originals()
+        self._needs = True, True
+        """Whether the inputs of this batch are needed here, and its labels."""
         self.backlogs: tuple[Backlog, ...] = ()
         """Backlog of each iterator that is behind those of other ranks; the last one trained on comes first."""
         self._given_again: tuple[GivenAgain, ...] = ()
 
-    def begin(self) -> None:
-        """Begin a batch."""
+    def begin(self, *, inputs: bool = True, labels: bool = True) -> None:
+        """Begin a batch.
+
+        Args:
+            inputs: whether they are needed here; else they are not copied.
+            labels: the same of labels.
+        """
         self.num_read = 0
+        self._needs = inputs, labels
         self.kept.clear()
         self._originals.clear()
+
+    @property
+    def has_copies_of_inputs(self) -> bool:
+        """Whether inputs were copied that labels have no part in, so that a stage may have the copies."""
+        return self._needs == (True, False) and not gives_own_memory(source_of(self._iterator()))
 
     def read(self, number: int) -> Any:
         """Return the micro-batch of this number; those before it are kept until they are asked for."""
@@ -171,9 +190,15 @@ class BatchData:
     def _kept_of(self, number: int, drawn: Any) -> Any:
         if gives_own_memory(source_of(self._iterator())):
             return drawn
-        copies = copy_of_micro_batch(drawn)
-        if isinstance(drawn, tuple | list) and len(drawn) > 1:
-            self._originals.note(number, tensors_in(drawn[1]), tensors_in(copies[1]))
+        if not isinstance(drawn, (tuple, list)) or len(drawn) != 2:
+            return copy_of_micro_batch(drawn)
+        if self._needs == (True, False):
+            return copy_of_micro_batch(drawn[0]), drawn[1]
+        if self._needs == (False, True):
+            copies = drawn[0], copy_of_micro_batch(drawn[1])
+        else:
+            copies = copy_of_micro_batch(drawn)
+        self._originals.note(number, tensors_in(drawn[1]), tensors_in(copies[1]))
         return copies
 
     def settle(self, number: int) -> None:

@@ -24,7 +24,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from deepspeed_partition.engine.pipeline.boundary_engine import AnyBoundaryEngine
-from deepspeed_partition.engine.runtime.autograd_boundary import run_backward
+from deepspeed_partition.engine.runtime.autograd_boundary import has_twice, run_backward
 
 if TYPE_CHECKING:
     from deepspeed_partition.engine.pipeline.plan_engine import AnyPlanEngine
@@ -36,11 +36,13 @@ _OF_ENGINE = (
     "_forward_prologue", "_forward_epilogue", "_create_module_forward_pre_hook",
     "_create_module_forward_post_hook",
 )  # fmt: skip
+_OF_REDUCTION = ("allreduce_gradients", "buffered_allreduce_fallback", "_get_gradients_for_reduction",
+                 "_reduce_non_expert_gradients")  # fmt: skip
 IS_LOSS = 2**32
 """The bit that says that those below it are a loss in fp32."""
 READ_VERSION = "0.19.8"
 """The version of DeepSpeed whose functions were read for this."""
-DIGEST_AS_READ = "9b8b31cfe0adbc8954a6a3004319b397261ceed25cb2730614294cf906aab24e"
+DIGEST_AS_READ = "e2828b4d195ac78653693eeb850e1f3702f164b181843735ca4d9dffc2764f94"
 """SHA-256 of these functions of that version."""
 
 
@@ -60,7 +62,7 @@ def loss_of_bits(bits: int) -> torch.Tensor:
 def digest_of_deepspeed() -> str:
     """Return the SHA-256 of the functions that are replaced here, as they are now; empty where they are hidden."""
     of_pipeline = (getattr(PipelineEngine, name) for name in (*_OF_PIPELINE, *_BESIDE_PASSES))
-    of_engine = (_inside(getattr(DeepSpeedEngine, name)) for name in _OF_ENGINE)
+    of_engine = (_inside(getattr(DeepSpeedEngine, name)) for name in (*_OF_ENGINE, *_OF_REDUCTION))
     try:
         return _digest_of_sources(*of_pipeline, *of_engine)
     except (OSError, TypeError):
@@ -82,7 +84,7 @@ def _inside(function: Any) -> Any:
 @functools.cache
 def _overrides_nothing(engine_class: Hashable) -> bool:
     assert isinstance(engine_class, type)
-    for name in (*_OF_PIPELINE, *_OF_ENGINE):
+    for name in (*_OF_PIPELINE, *_OF_ENGINE, "allreduce_gradients", "buffered_allreduce_fallback"):
         owner = next(each for each in engine_class.__mro__ if name in vars(each))
         if owner not in (AnyBoundaryEngine, PipelineEngine, DeepSpeedEngine):
             return False
@@ -135,7 +137,7 @@ class PlainPasses:
             and torch.is_grad_enabled()
             and bool(engine.module.training)
             and _overrides_nothing(cast(Hashable, type(engine)))
-            and vars(engine).keys().isdisjoint((*_OF_PIPELINE, *_OF_ENGINE))
+            and vars(engine).keys().isdisjoint((*_OF_PIPELINE, *_OF_ENGINE, *_OF_REDUCTION))
             and type(engine.optimizer).__module__.partition(".")[0] != "deepspeed"
             and not (
                 config.zero_optimization() or config.bfloat16_enabled() or config.fp16_enabled()
@@ -149,15 +151,38 @@ class PlainPasses:
             )
         )  # fmt: skip
 
-    def load(self, micro_batch: Any, slot: int, *, is_first: bool, is_last: bool) -> None:
-        """Load the inputs of a micro-batch on the first stage, its labels on the last one."""
+    def has_nothing_to_reduce(self) -> bool:
+        """Return whether DeepSpeed's reduction of gradients would change none, behind plain passes.
+
+        So it is where there is one pipeline, no type or factor that it would bring them to, and each weight has a
+        gradient: where one has none, DeepSpeed makes zeros.
+        """
+        engine: Any = self._engine
+        kind = engine.communication_data_type
+        if (
+            engine.grid.data_parallel_size > 1 or engine.has_moe_layers or engine.leaves_without_gradient
+            or engine.gradient_predivide_factor() != 1.0
+        ):  # fmt: skip
+            return False
+        gradients = [weight.grad for weight in engine.module.parameters() if weight.requires_grad]
+        return all(each is not None and each.dtype == kind and not each.is_sparse for each in gradients)
+
+    def load(self, micro_batch: Any, slot: int, *, is_first: bool, is_last: bool, is_copy: bool) -> None:
+        """Load the inputs of a micro-batch on the first stage, its labels on the last one.
+
+        Args:
+            is_copy: whether inputs without a gradient are copies already, which nobody else has.
+        """
         engine: Any = self._engine
         inputs, labels = micro_batch[0], micro_batch[1]
         if is_first:
             if not isinstance(inputs, torch.Tensor):
                 assert isinstance(inputs, tuple | list)
-            own = self._copied(inputs) if isinstance(inputs, torch.Tensor) else tuple(map(self._copied, inputs))
-            engine.pipe_buffers["inputs"][slot] = own
+            whole = isinstance(inputs, torch.Tensor)
+            given = (inputs,) if whole else inputs
+            is_copy &= not has_twice(given)
+            own = tuple([self._copied(each, is_copy) for each in given])
+            engine.pipe_buffers["inputs"][slot] = own[0] if whole else own
         if is_last:
             if isinstance(labels, torch.Tensor):
                 labels = labels if labels.device == engine.device else labels.to(engine.device)
@@ -165,8 +190,8 @@ class PlainPasses:
                 labels = tuple([each.to(engine.device).detach() for each in labels])
             engine.pipe_buffers["labels"][slot] = labels
 
-    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        copy = tensor.clone()
+    def _copied(self, tensor: torch.Tensor, is_copy: bool) -> torch.Tensor:
+        copy = tensor if is_copy and not tensor.requires_grad else tensor.clone()
         here: Any = self._engine.device
         if copy.device != here:
             copy = copy.to(here)

@@ -490,10 +490,10 @@ class AnyPlanEngine(AnyBoundaryEngine):
 
     def _exec_reduce_grads(self) -> None:
         """Reduce gradients over the pipelines: to all of them, or to the owners of stages that are shared out."""
-        if self.sharded is None:
-            super()._exec_reduce_grads()
-        else:
+        if self.sharded is not None:
             self.sharded.reduce()
+        elif not (self._is_plain and self._passes.has_nothing_to_reduce()):
+            super()._exec_reduce_grads()
 
     def _tied_gradient(self, weight: torch.nn.Parameter) -> torch.Tensor:
         return gradient_so_far(weight, self.optimizer, in_bf16=self.using_bf16_optimizer)
@@ -560,7 +560,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
         """
         self.fwd_outputs = []
         self._num_loaded = 0
-        self.batch_data.begin()
+        self.batch_data.begin(inputs=self.is_first_stage(), labels=self.is_last_stage())
         self.batch_state.clear()
         error = self._replaced_too_late() or self._error_of_data(num_micro_batches)
         try:
@@ -630,7 +630,10 @@ class AnyPlanEngine(AnyBoundaryEngine):
         self.__dict__["_num_loaded"] = number
         micro_batch = self.batch_data.read(number)
         if self._is_plain and self._passes.may_load:
-            self._passes.load(micro_batch, slot, is_first=is_first, is_last=stage == last)
+            self._passes.load(
+                micro_batch, slot, is_first=is_first, is_last=stage == last,
+                is_copy=self.batch_data.has_copies_of_inputs,
+            )  # fmt: skip
         else:
             self._read_now = micro_batch
             PipelineEngine._exec_load_micro_batch(self, slot)

@@ -51,7 +51,7 @@ class Replaced:
 
     def __init__(self, engine: PipelineEngine) -> None:
         self._engine = engine
-        self._seen: list[Any] | None = None
+        self._seen: list[tuple[Any, ...]] | None = None
         self._instructions: dict[type, Instruction] = {}
         self._why_not_lists: str | None = None
 
@@ -68,28 +68,27 @@ class Replaced:
         return self._why_not_lists
 
     def _look(self) -> None:
-        seen = list(_that_may_be_replaced(self._engine))
+        seen = _that_may_be_replaced(self._engine)
         if seen != self._seen:
             self._instructions = replaced_instructions(self._engine)
             self._why_not_lists = why_not_lists(self._engine)
             self._seen = seen
 
 
-def _that_may_be_replaced(engine: PipelineEngine) -> Iterator[Any]:
-    """Yield all that the functions below look at: where it is the same, they find the same."""
-    for name in SCHEDULES:
-        for each in getattr(schedule, name).__mro__:
-            yield each
-            if each is not object:
-                yield from vars(each).values()
+def _that_may_be_replaced(engine: PipelineEngine) -> list[tuple[Any, ...]]:
+    """All that the functions below look at, table by table: where it is the same, they find the same."""
+    classes = [each for name in SCHEDULES for each in getattr(schedule, name).__mro__ if each is not object]
     for each in type(engine).__mro__:
-        yield each
+        classes.append(each)
         if not _is_foreign(each):
             break  # ours and what it derives from is known
-        yield from vars(each).values()
-    for instructions in (PipelineEngine._INSTRUCTION_MAP, engine._INSTRUCTION_MAP):
-        yield from instructions
-        yield from instructions.values()
+    maps = (PipelineEngine._INSTRUCTION_MAP, engine._INSTRUCTION_MAP)
+    return [
+        tuple(classes),
+        *[tuple(vars(each).values()) for each in classes],
+        *[tuple(each) for each in maps],
+        *[tuple(each.values()) for each in maps],
+    ]
 
 
 def replaced_instructions(engine: PipelineEngine) -> dict[type, Instruction]:

@@ -13,7 +13,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_partition.generators import (
-    common_states,
+    common_marks,
     generator_state,
     generators_of,
     set_generator_state,
@@ -115,9 +115,9 @@ class DrawnAtOnce:
         if self._is_said or (num_micro_batches == 1 and not has_seeds):
             yield
             return
-        before = common_states()
+        before = common_marks()
         yield
-        self._states = common_states()
+        self._states = common_marks()
         self._drawn = {name for name, state in self._states.items() if state != before[name]}
         self._names = drawn & self._drawn if num_micro_batches > 1 else set()
         self._shuffles = (
@@ -135,7 +135,7 @@ class DrawnAtOnce:
         """The generators that the batch and its computation have both drawn from, once it is computed."""
         if not self._names:
             return []
-        now = common_states()
+        now = common_marks()
         names = sorted(name for name in self._names if now[name] != self._states[name])
         self._is_said = self._is_said or bool(names)
         return names
