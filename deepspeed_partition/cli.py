@@ -68,6 +68,7 @@ from deepspeed_partition.planner.solvers.contiguous.replicated import REPLICATED
 from deepspeed_partition.planner.solvers.non_contiguous.madpipe import MadPipe
 from deepspeed_partition.planner.weight_versions import FLUSH
 from deepspeed_partition.schedule.other_runtimes import megatron_layout, torch_csv
+from deepspeed_partition.schedule.shared_ports import shared_step_seconds
 from deepspeed_partition.versions import HostError
 
 TIMELINE_LABEL = len("device 100 ||") + draw_timelines.BUSY
@@ -251,7 +252,11 @@ def plan(
             made = make_plan(layers, devices, time_limit_seconds=time_limit, deadline=deadline, **how)
         except InfeasibleError as error:
             raise with_remedies(error, make_plan, layers, devices, deadline, **how) from None
-    _hand_over(made, output, as_json, lambda: draw.summary(made, _width(), colour=_colour()))
+    _hand_over(made, output, as_json, lambda: _summary(made, _width()))
+
+
+def _summary(made: Plan, width: int) -> str:
+    return draw.summary(made, width, colour=_colour(), shared_seconds=shared_step_seconds(made))
 
 
 @cli.command(name="compare")
@@ -488,7 +493,7 @@ def show(plan: str, memory: bool, chain_file: str | None, as_json: bool) -> None
         _print_json(made.to_dict())
         return
     width, colour = _width(), _colour()
-    click.echo(draw.summary(made, width, colour=colour))
+    click.echo(_summary(made, width))
     room = max(40, width - TIMELINE_LABEL)
     parts = [draw_timelines.timeline(made, room, colour=colour)] if repeats_pattern(made) else []
     if made.step is not None:
@@ -765,7 +770,7 @@ def _plan_replicated(
 
 def _hand_over_replicated(found: Plan | Replicated, output: str | None, as_json: bool) -> None:
     if isinstance(found, Plan):
-        _hand_over(found, output, as_json, lambda: draw.summary(found, _width(), colour=_colour()))
+        _hand_over(found, output, as_json, lambda: _summary(found, _width()))
     elif output is not None:
         raise click.UsageError(
             "a plan file cannot hold stages with different numbers of replicas: leave out --output; --json prints "

@@ -20,6 +20,7 @@ from deepspeed_partition.planner.report.slowdown import LeftPlan, Slow, Slowdown
 from deepspeed_partition.planner.report.step_figures import RankSteps, StepFigures
 from deepspeed_partition.planner.units import format_seconds
 from deepspeed_partition.schedule.instructions import Instruction
+from deepspeed_partition.schedule.shared_ports import shared_step_seconds
 
 if TYPE_CHECKING:
     from deepspeed_partition.engine.engine import MadPipeEngine
@@ -86,7 +87,8 @@ class StepWatch:
             self._slowdown = Slowdown(self._planned_seconds)
             if plan.platform.speed_of(device) < 1:
                 self._recovery = Slowdown(1 / self._planned_seconds)
-        self._left = LeftPlan(plan.step_seconds)
+        # Where messages share ports, which a plan lets them through in turn, steps are no longer than that.
+        self._left = LeftPlan(max(plan.step_seconds, shared_step_seconds(plan) or 0.0))
 
     def _look_at(self, step: Step) -> None:
         found = None if self._slowdown is None else self._slowdown.see(step.computing_seconds)

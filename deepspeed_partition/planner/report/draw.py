@@ -40,10 +40,13 @@ _BELOW_STEPS = ("sent",)
 REPLICATED_ROW = "replicated*"
 
 
-def summary(plan: Plan, width: int = WIDTH, *, colour: bool = False) -> str:
+def summary(plan: Plan, width: int = WIDTH, *, colour: bool = False, shared_seconds: float | None = None) -> str:
     """Return the tables of a plan's stages and devices, and what it promises, as text.
 
     Where the names of layers do not fit beside the figures, they stand in a list below: no name is broken.
+
+    Args:
+        shared_seconds: of the step where messages share ports; None where nobody knows it.
     """
     stages, names = stage_table(plan), ""
     short = stage_table(plan, with_names=False)
@@ -53,8 +56,17 @@ def summary(plan: Plan, width: int = WIDTH, *, colour: bool = False) -> str:
         names = "\n" + _below(((label, text) for label, text in pairs if text), width)
     devices = _table_text(device_table(plan), width, colour)
     return f"{_table_text(stages, width, colour)}{names}\n{devices}\n" + sentences(
-        [*promises(plan), bottleneck_words(plan), memory_words(plan)], width
+        [*promises(plan), *shared_words(plan, shared_seconds), bottleneck_words(plan), memory_words(plan)], width
     )
+
+
+def shared_words(plan: Plan, shared_seconds: float | None) -> Iterator[str]:
+    """Yield what a step takes where messages share ports, if it is known and longer than planned."""
+    if plan.step is not None and shared_seconds is not None and shared_seconds > plan.step.step_seconds * 1.001:
+        yield (
+            f"messages go through a port one after the other in this plan; where they share it, as connections of "
+            f"a network do, a step takes {format_seconds(shared_seconds)}"
+        )
 
 
 def headline(plan: Plan) -> str:
