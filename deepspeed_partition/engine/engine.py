@@ -39,6 +39,7 @@ from deepspeed_partition.engine.pipeline.module import (
     check_plan,
     check_same_model,
     load_plan,
+    when_cut,
     why_deepspeeds_schedule,
 )
 from deepspeed_partition.engine.pipeline.old_weights import (
@@ -103,6 +104,8 @@ MOVED_BY_ALL = (
 )
 MONITORED_STEPS = 10
 """Steps between two writings of figures to DeepSpeed's monitor, where ``steps_per_print`` says nothing."""
+
+when_cut.append(remember_attributes)
 
 
 class MadPipeEngine(ResumingEngine):

@@ -877,6 +877,41 @@ def attributes_and_hooks_of_layers_that_move(_: Path) -> None:
     same(losses + train(engine, data[1:]), expected)
 
 
+class Scaled(nn.Linear):
+    """A layer with a number that scripts set."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(super().forward(x)) * self.scale
+
+
+def numbers_that_a_script_sets_before_the_engine_starts(_: Path) -> None:
+    """A script that goes through the modules of its rank sets those of its rank alone, of layers that are built on
+    every rank: dropout that it turns off. They came to another rank as they were built, in silence."""
+
+    def halved(module: Any) -> Any:
+        for layer in module.modules():
+            if isinstance(layer, Scaled):
+                layer.scale = 0.5
+        return two_groups(module)
+
+    def layers() -> list[Any]:
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            return [nn.Linear(8, WIDTH), *[Scaled() for _ in range(6)], nn.Linear(WIDTH, 4)]
+
+    data = batches(3)
+    expected = train(start(layers(), cut(), optimizer=halved)[0], data)
+    for options in ({}, {"warmup_steps": 1}):
+        engine, _, _ = start(layers(), "madpipe", planned([0, 7, 8], **options), optimizer=halved)
+        assert engine.module.parts != [0, 7, 8]
+        same(train(engine, data), expected)
+        assert engine.module.parts == [0, 7, 8]
+
+
 class Tools:
     """An object of the program."""
 
@@ -1596,7 +1631,7 @@ CASES = [
     a_schedule_and_an_optimizer_that_are_set_later,
     attributes_and_hooks_of_layers_that_move, a_loss_over_all_parameters_is_said,
     layers_are_listed_between_steps, what_layers_count_goes_with_them,
-    averages_of_weights,
+    averages_of_weights, numbers_that_a_script_sets_before_the_engine_starts,
     what_hinders_a_move_is_refused_before_the_warm_up,
     checkpoints_that_begin_at_words, batch_normalization_in_half_precision,
     data_in_memory_that_is_filled_again, labels_that_a_loss_writes, labels_that_a_loss_writes_in_inference_mode,

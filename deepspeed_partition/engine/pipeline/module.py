@@ -326,6 +326,10 @@ def place_layers(module: deepspeed.pipe.PipelineModule, allocation: Allocation) 
         set_boundaries(module, allocation.boundaries)
 
 
+when_cut: list[Callable[[Sequence[Any]], object]] = []
+"""Functions that are called with the layers of each module before it is cut."""
+
+
 def partition_layers(
     module: deepspeed.pipe.PipelineModule, method: object, by_deepspeed: Callable[[str], None]
 ) -> None:
@@ -337,6 +341,8 @@ def partition_layers(
     """
     num_layers, num_stages = module._num_layers, module.num_stages
     module.madpipe_cut = None
+    for look_at in when_cut:
+        look_at(module._layer_specs)
     if isinstance(method, str) and not asks_for_plan(method):
         try:
             by_deepspeed(method)

@@ -434,6 +434,9 @@ def remember_attributes(layers: Iterable[Any], *, again: bool = False) -> None:
 
     So what they change later can be told.
 
+    They are remembered when the pipeline is cut: from then on a script that goes through the modules of its rank
+    changes those of this rank alone. What no other process can have is remembered when the engine starts.
+
     Args:
         layers: Those that are modules, or have one that is tied, are looked at.
         again: Also those that are remembered: all ranks have the same of them now.
@@ -443,8 +446,13 @@ def remember_attributes(layers: Iterable[Any], *, again: bool = False) -> None:
         hidden = hidden_in(layer)
         named = _named(layer, hidden)
         for module in layer.modules():
+            attributes = _module_attributes(module, named)
+            now = _fingerprints(module, attributes)
             if again or module not in _FIRST:
-                _FIRST[module] = _fingerprints(module, _module_attributes(module, named))
+                _FIRST[module] = now
+            else:
+                unsendable = [name for name, value in attributes.items() if isinstance(value, Unsendable)]
+                _FIRST[module] |= {name: now[name] for name in unsendable}
         for tensor in hidden_tensors(hidden).values():
             if again or tensor not in _FIRST_VERSIONS:
                 _FIRST_VERSIONS[tensor] = _version(tensor)

@@ -19,6 +19,7 @@ from deepspeed_partition import Platform
 from deepspeed_partition.engine.runtime.transfers import Transfers
 from deepspeed_partition.planner.io.files import write_json
 from deepspeed_partition.profiling import measure_links
+from deepspeed_partition.schedule.shared_ports import shared_step_seconds
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from even_stages import FORWARD_SECONDS, engines_for, even_chain, measured, plans_for
@@ -33,8 +34,10 @@ def row_of(megabytes: float, platform: Platform, rounds: int) -> dict[str, Any]:
     numbers = round(megabytes * 1e6 / 4)
     chain = even_chain(platform.num_devices, numbers)
     plans = plans_for(chain, platform)
-    predicted = {name: plan.step_seconds for name, plan in plans.items()}
-    predicted["DeepSpeed"] = next(iter(plans.values())).blocking_step_seconds
+    planned = {name: plan.step_seconds for name, plan in plans.items()}
+    planned["DeepSpeed"] = next(iter(plans.values())).blocking_step_seconds
+    shared = {name: shared_step_seconds(plan) for name, plan in plans.items()}
+    predicted = {name: max(seconds, shared.get(name) or 0.0) for name, seconds in planned.items()}
     engines = engines_for(chain, plans, Transfers)
     steps = measured(engines, numbers, rounds)
     for engine in engines.values():
@@ -45,7 +48,11 @@ def row_of(megabytes: float, platform: Platform, rounds: int) -> dict[str, Any]:
         "ratio": 2 * one_way / (3 * FORWARD_SECONDS),
         "engines": {
             name: step
-            | {"predicted_seconds": predicted[name], "over_predicted": step["seconds"] / predicted[name]}
+            | {
+                "planned_seconds": planned[name],
+                "predicted_seconds": predicted[name],
+                "over_predicted": step["seconds"] / predicted[name],
+            }
             for name, step in steps.items()
         },
     }
