@@ -877,8 +877,8 @@ def attributes_and_hooks_of_layers_that_move(_: Path) -> None:
     same(losses + train(engine, data[1:]), expected)
 
 
-class Scaled(nn.Linear):
-    """A layer with a number that scripts set."""
+class Squashed(nn.Linear):
+    """A layer with a number that scripts set, which a program builds on every rank."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -894,14 +894,14 @@ def numbers_that_a_script_sets_before_the_engine_starts(_: Path) -> None:
 
     def halved(module: Any) -> Any:
         for layer in module.modules():
-            if isinstance(layer, Scaled):
+            if isinstance(layer, Squashed):
                 layer.scale = 0.5
         return two_groups(module)
 
     def layers() -> list[Any]:
         with torch.random.fork_rng():
             torch.manual_seed(3)
-            return [nn.Linear(8, WIDTH), *[Scaled() for _ in range(6)], nn.Linear(WIDTH, 4)]
+            return [nn.Linear(8, WIDTH), *[Squashed() for _ in range(6)], nn.Linear(WIDTH, 4)]
 
     data = batches(3)
     expected = train(start(layers(), cut(), optimizer=halved)[0], data)

@@ -129,7 +129,7 @@ class DrawnAtOnce:
 
     def is_shuffled_by_seeds(self) -> bool:
         """Whether an epoch began with this batch whose order depends on the seeds that layers have set."""
-        return self._shuffles and not self._names and common_states()["torch"] != self._states["torch"]
+        return self._shuffles and not self._names and common_marks()["torch"] != self._states["torch"]
 
     def computed(self) -> list[str]:
         """The generators that the batch and its computation have both drawn from, once it is computed."""
