@@ -1,7 +1,7 @@
 """What code writes that is only measured: none of it stays.
 
 Files that the code opens are as before afterwards, lines for logs and curves are dropped, and so is what goes to
-descriptors of files. What is sent to another process is gone: that is said once.
+descriptors of files, and what is printed. What is sent to another process is gone: that is said once.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def writing_dropped() -> Iterator[None]:
     files = _Files()
     with ExitStack() as stack:
         stack.callback(files.put_back)
+        stack.enter_context(prints_asked(lambda _: False))
         stack.enter_context(_replaced(builtins, "open", files.opening))
         stack.enter_context(_replaced(io, "open", files.opening))
         stack.enter_context(_replaced(torch.serialization, "_open_zipfile_writer", files.opening_for_torch))
@@ -129,6 +130,42 @@ def writing_noted(found: list[str]) -> Iterator[None]:
             if owner is not None:
                 stack.enter_context(_replaced(owner, name, calling))
         yield
+
+
+@contextmanager
+def prints_asked(shows: Callable[[FrameType], bool]) -> Iterator[None]:
+    """Show of what the program prints in this thread, or logs to be shown, what ``shows`` says, given its frame.
+
+    Warnings are shown, which come once anyway, and a debugger's prompt.
+    """
+
+    def printing(writes: Callable[..., Any], is_asked: Callable[[], bool]) -> Callable[..., Any]:
+        def written(text: Any) -> Any:
+            if is_asked():
+                frame = _printing_frame(sys._getframe(1))
+                if frame is not None and not shows(frame):
+                    return len(text)
+            return writes(text)
+
+        return written
+
+    with ExitStack() as stack:
+        for shown in {id(each): each for each in (sys.stdout, sys.stderr) if hasattr(each, "__dict__")}.values():
+            stack.enter_context(_replaced(shown, "write", printing))
+        yield
+
+
+def _printing_frame(frame: FrameType | None) -> FrameType | None:
+    """Where the program prints; None where a library, a warning or a debugger does."""
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__") or "")
+        if module != __name__:
+            if module in ("warnings", "bdb") or module.partition(".")[0] in LIBRARIES:
+                return None
+            if not is_installed(module):
+                return frame
+        frame = frame.f_back
+    return None
 
 
 @contextmanager

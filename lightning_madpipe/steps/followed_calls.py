@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensor
 
 from deepspeed_partition.capture import CaptureError
+from deepspeed_partition.dropped_writing import prints_asked
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.finding.captured_call import CapturedCall, OtherCallError, kind_of_sizes
 from lightning_madpipe.finding.captured_calls import CapturedCalls
@@ -93,7 +94,7 @@ def without_data_undone(module: Any, lightning: Lightning) -> Iterator[None]:
     """
     before = Leftovers(module, vars(lightning.module_class()), undoable=True)
     try:
-        with _told_rank_0(module):
+        with _apart(module):
             yield
     finally:
         before.undo(lambda change: any(isinstance(tensor, FakeTensor) for tensor in tensors_of(change.value)))
@@ -110,7 +111,7 @@ def undone(module: Any, lightning: Lightning) -> Iterator[None]:
         trained_before = [(weight, weight.requires_grad) for weight in module.parameters()]
         before = Leftovers(module, of_host, undoable=True)  # which keeps iterators that can be put back
         try:
-            with _told_rank_0(module):
+            with _apart(module):
                 yield
         finally:
             before.undo()
@@ -118,6 +119,11 @@ def undone(module: Any, lightning: Lightning) -> Iterator[None]:
                 weight.requires_grad = requires_grad
 
 
-def _told_rank_0(module: Any) -> AbstractContextManager[None]:
-    """A context in which what is captured goes by one rank on all ranks, which are to find the same layers."""
-    return told_as_process("forward()", module.trainer.strategy, 0)
+@contextmanager
+def _apart(module: Any) -> Iterator[None]:
+    """A context in which what is captured goes by one rank on all ranks, which are to find the same layers.
+
+    Nothing is shown of what it prints.
+    """
+    with told_as_process("forward()", module.trainer.strategy, 0), prints_asked(lambda _: False):
+        yield

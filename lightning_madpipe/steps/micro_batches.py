@@ -61,3 +61,8 @@ class MicroBatch:
     log_calls: list[LogCall] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     """The calls of loggers and of ``self.print`` that the step made."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of its Lightning batch."""
+        return self.place == 0 and self.is_last

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from deepspeed_partition.capture import ShapeError
+from deepspeed_partition.dropped_writing import prints_asked
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule
 from deepspeed_partition.engine.pipeline.drawn_data import Originals, OwnMemory
 from deepspeed_partition.engine.runtime.collectives import raise_first, raised_together
@@ -335,6 +336,7 @@ class BatchRunner:
             torch.inference_mode(False),
             torch.no_grad(),
             self.steps.rehearsal(),
+            prints_asked(lambda _: False),
             attributes_kept(layers, buffers=True),
         ):
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import Context
@@ -29,6 +30,7 @@ from lightning_madpipe.steps.left_untouched import left_untouched
 from lightning_madpipe.steps.metrics_by_hand import written_tables_told
 from lightning_madpipe.steps.micro_batches import MicroBatch
 from lightning_madpipe.steps.own_generators import OwnGenerators
+from lightning_madpipe.steps.prints import Prints
 from lightning_madpipe.steps.rank_of_step import told_as_process
 from lightning_madpipe.steps.recorded_calls import Call, recorded_by_other_names, recorded_loggers
 from lightning_madpipe.steps.what_layers_set import LayerTraces
@@ -66,6 +68,8 @@ class StepRuns:
         self._is_cut = is_cut
         self._traces = traces
         self._counts_told: set[str] = set()
+        self._prints_told: set[str] = set()
+        self._prints = Prints(self._say_of_prints)
         self._writing_told: dict[str, WritingTold] = {}
         self.context_apart: Callable[[bool], Context | None] = lambda _: None
         """The context with the variables of a step whose traces are undone, given whether it is rehearsed and
@@ -76,6 +80,10 @@ class StepRuns:
         """Where generators were when a step that was rehearsed had ended."""
         self.drawn_from: set[str] = set()
         """The common generators that steps which were rehearsed have drawn from."""
+        self.known_draws: set[str] = set()
+        """Those that training steps have drawn from in trials, and of which it was told."""
+        self.drawn: set[str] = set()
+        """Others that the last training step has drawn from, where it was no trial."""
         self.told_of_draws: set[str] = set()
         """The names of steps of which it was said what they draw from common generators."""
 
@@ -145,17 +153,22 @@ class StepRuns:
         versions = [(tensor, tensor._version) for tensor in tensors_of(data)]
 
         def show(*values: Any, **keywords: Any) -> None:
-            record(Call(None, (("attribute", "print"),), tuple(map(str, values)), keywords))
+            # A batch that is given up runs again with the same numbers, and makes its calls then.
+            if is_shown and self._prints.shows(micro_batch, sys._getframe(1), micro_batch.place):
+                record(Call(None, (("attribute", "print"),), tuple(map(str, values)), keywords))
 
         what = "layers" if within is not None else "inputs" if only_inputs else "all"
+        is_shown = what == "all" and not rehearsing
         ends: Callable[[Any, Any], None] | None = self._note_end if rehearsing else None
         stack = EndingContexts()
         try:
             with stack:
                 enter = stack.enter_context
                 enter(self._context())
-                enter(_seeded(micro_batch))
-                if what == "all" and not rehearsing and micro_batch.step not in self.told_of_draws:
+                self.drawn = set()
+                is_looked_at = is_shown and micro_batch.step == "training_step" and len(self.known_draws) < 3
+                enter(_seeded(micro_batch, self._note_drawn if is_looked_at else None))
+                if is_shown and micro_batch.step not in self.told_of_draws:
                     ends = functools.partial(self._tell_draws, micro_batch.step, _places_of_torch())
                 enter(self._draws.of_step(what, micro_batch.batch_seed, ends))
                 enter(self._call.within(micro_batch.step, data))
@@ -163,6 +176,7 @@ class StepRuns:
                     enter(replaced(*stand_in))
                 enter(replaced(self._module, "log", log))
                 enter(replaced(self._module, "print", show))
+                enter(self._prints.of_run(micro_batch, is_shown=is_shown))
                 enter(_recorded(self._module, record))
                 enter(_stop_noted(self._module, micro_batch))
                 trainer, keeps = getattr(self._module, "_trainer", None), not rehearsing and not only_inputs
@@ -229,15 +243,29 @@ class StepRuns:
     ) -> None:
         """Say once of a step what it draws from generators that are seeded otherwise than in one process."""
         self.told_of_draws.add(step)
+        self.drawn = set()
         now = _places_of_torch()
         is_of_torch = any(now.get(seed, place) != place for seed, place in begun.items())
         if common or is_of_torch:
-            sentence = draws_in_words(step, [*common, *["torch"] * is_of_torch])
-            warn_once(f"draws/{type(self._module).__name__}/{step}", sentence)
+            self.tell_draws(step, {*common, *["torch"] * is_of_torch})
+
+    def tell_draws(self, step: str, names: Collection[str]) -> None:
+        """Say what a step draws from common generators."""
+        if step == "training_step":
+            self.known_draws.update(names)
+        warn_once(f"draws/{type(self._module).__name__}/{step}/{sorted(names)}", draws_in_words(step, names))
+
+    def _note_drawn(self, names: set[str]) -> None:
+        self.drawn.update(names - self.known_draws)
 
     def _say_of_files(self, sentence: str) -> None:
         step, does, *_ = sentence.split()  # files may have another name in each step
         warn_once(f"written/{type(self._module).__name__}/{step}/{does}", sentence)
+
+    def _say_of_prints(self, step: str, sentence: str) -> None:
+        if step not in self._prints_told:
+            self._prints_told.add(step)
+            warn_once(f"prints/{type(self._module).__name__}/{step}", sentence)
 
     def _note_end(self, ended: Mapping[str, int], common: Collection[str]) -> None:
         self.ended = ended
@@ -299,22 +327,47 @@ def _stop_noted(module: Any, micro_batch: MicroBatch) -> Iterator[None]:
 
 
 @contextmanager
-def _seeded(micro_batch: MicroBatch) -> Iterator[None]:
+def _seeded(micro_batch: MicroBatch, note: Callable[[set[str]], None] | None = None) -> Iterator[None]:
     """Seed Python's, NumPy's and torch's random numbers, and restore them afterwards.
 
     The first and the last stage run the same step on the same micro-batch: what it draws, such as the shares of a
     mix-up of inputs and labels, must be the same on both. From Python's and NumPy's generators all micro-batches
     of a batch draw alike, as for the batch: which branch a step takes, say.
+
+    Args:
+        note: Is given the generators that the step has drawn from.
     """
     batch_seed = micro_batch.batch_seed
     seed = batch_seed if micro_batch.draws_alike else micro_batch.seed
-    restore = random_state()
-    try:
+
+    def begin() -> None:
         random.seed(batch_seed)
         numpy.random.seed(batch_seed % 2**32)
         torch.random.default_generator.manual_seed(seed)
         if get_accelerator().device_name() != "cpu":
             get_accelerator().manual_seed(seed)
+
+    restore = random_state()
+    try:
+        begin()
+        if note is None:
+            yield
+            return
+        first = _drawn_next(seed)
+        begin()
         yield
+        note({name for name, number in _drawn_next(seed).items() if number != first.get(name, number)})
     finally:
         restore()
+
+
+def _drawn_next(seed: int) -> dict[str, Any]:
+    """The next number of each common generator: it takes less time to draw than to ask where they are.
+
+    Not of torch, where the step has seeded it itself.
+    """
+    accelerator, places = get_accelerator(), [torch.rand((), device="cpu").item()]
+    if accelerator.device_name() != "cpu":
+        places.append(accelerator.get_rng_state().numpy().tobytes())
+    of_torch = "torch" if torch.initial_seed() == seed else ""
+    return {"random": random.getrandbits(32), "numpy.random": numpy.random.random_sample(), of_torch: places}

@@ -24,13 +24,12 @@ from deepspeed_partition.code_names import (
     CodeSearch,
     forward_of,
     is_installed,
-    is_librarys,
-    module_of,
 )
-from deepspeed_partition.dropped_writing import asked_by_program, writing_dropped
+from deepspeed_partition.dropped_writing import asked_by_program, prints_asked, writing_dropped
 from deepspeed_partition.engine.runtime.environment import warn_once
 from lightning_madpipe.finding.step_call import replaced
 from lightning_madpipe.steps.ending_contexts import EndingContexts
+from lightning_madpipe.steps.prints import LAYERS_PRINT, line_of
 
 OPENED_BEFORE = (
     "{step} writes to {names}, opened before it, and a step runs on the last stage once per micro-batch and in "
@@ -212,7 +211,7 @@ class LayerWriting:
         """Say it of what happens meanwhile, of which nothing stays in files that are opened meanwhile."""
         files = OpenFiles()
         files.begin(self._files())
-        with files.of_step(), self._told.watching(), writing_dropped():
+        with files.of_step(), self._told.watching(), writing_dropped(), prints_asked(_tell_of_print):
             yield
         for name in files.written():
             does = f"{FORWARD} writes to {name}"
@@ -243,6 +242,12 @@ def _say_of_layers(sentence: str, *, asks: bool = True) -> None:
         warn_once(f"layers write/{sentence}", sentence)
 
 
+def _tell_of_print(frame: FrameType) -> bool:
+    """Say of layers that they print, and show nothing of it."""
+    warn_once("layers print", LAYERS_PRINT.format(line=line_of(frame)))
+    return False
+
+
 def _is_librarys(module: str) -> bool:
     return module.partition(".")[0] in LIBRARIES
 
@@ -270,8 +275,6 @@ class OpenFiles:
                 self._silent[name] = file
             else:
                 self._places[name] = file, place
-        if _is_programs(sys.stdout):  # where it stands, others write, too
-            self._silent["sys.stdout"] = sys.stdout
 
     def forget(self) -> None:
         """Look at nothing any more."""
@@ -310,17 +313,6 @@ def _place_of(file: Any) -> int | None:
         return int(database.total_changes if hasattr(database, "total_changes") else file.tell())
     except Exception:  # a pipe, one that was closed, or one of a class of the program
         return None
-
-
-def _is_programs(output: Any) -> bool:
-    """Whether the program has put this into the place of standard output: what is printed may be kept."""
-    kind = type(output)
-    if output is None or output is sys.__stdout__ or is_librarys(kind):
-        return False
-    with suppress(Exception):
-        if output.fileno() in (1, 2):  # opened anew, such as for another encoding
-            return False
-    return kind in (io.StringIO, io.TextIOWrapper) or not is_installed(module_of(kind))
 
 
 @contextmanager

@@ -73,7 +73,7 @@ WRITES_TO = {
     "cursor": "writes to self.target, opened", "named temporary file": "writes to self.target.file, opened",
     "archive": "writes to self.target.fp, opened", "process": "writes to self.target.stdin, opened",
     "opened by bz2": "log.bz2' for writing", "opened by torch": "log.pt' for writing",
-    "standard output": "writes to sys.stdout, opened", "log": "logs to '",
+    "standard output": "prints or logs to the terminal in writing_cases.py:", "log": "logs to '",
 }  # fmt: skip
 
 
@@ -82,6 +82,32 @@ def test_writing_where_nothing_tells_how_much_was_written_is_told(two: Records, 
     """Lines in pipes, rows in tables and messages came several times, because only places in files were asked."""
     [said] = [line for rank in two.ranks for line in rank["written_there"][name]]
     assert said.startswith("training_step ") and WRITES_TO[name] in said
+
+
+def test_of_what_a_step_prints_that_of_one_run_for_each_batch_is_shown(two: Records) -> None:
+    """Each micro-batch printed, and each trial, with a loss that is none of the training's: 60 lines for 2."""
+    first, last = (rank["printed"]["steps"] for rank in two.ranks)
+    shown = two.reference["printed"]["steps"]["shown"]
+    expected = [line for line in shown if not line.startswith("the last")]
+    own = [line for line in last["shown"] if not line.startswith(("the last", "itself"))]
+    assert own == [line for line in expected if not line.startswith("itself")]
+    assert first["shown"] == [line for line in shown if line.startswith("itself")]
+    # A line of code that another micro-batch comes to first is shown, too.
+    seldom = [line for line in last["shown"] if line.startswith("the last")]
+    assert set(seldom) >= {line for line in shown if line.startswith("the last")}
+    assert 0 < len(seldom) == len(set(seldom))
+    [said] = [*first["said"], *last["said"]]
+    assert said.startswith("training_step prints or logs to the terminal in writing_cases.py:")
+
+
+def test_of_what_layers_print_nothing_is_shown_of_trials(two: Records) -> None:
+    """A layer printed 17 times for each of its runs in the check of layers."""
+    shown = [rank["printed"]["layers"]["shown"] for rank in two.ranks]
+    reference = two.reference["printed"]["layers"]["shown"]
+    samples = [sum(int(line.split()[-1]) for line in each) for each in (*shown, reference)]
+    assert sum(samples[:-1]) == samples[-1] and not two.reference["printed"]["layers"]["said"]
+    [said] = [line for rank in two.ranks for line in rank["printed"]["layers"]["said"]]
+    assert said.startswith("a layer or forward() prints or logs to the terminal in writing_cases.py:")
 
 
 def test_nothing_is_told_of_a_step_that_writes_nowhere(two: Records) -> None:

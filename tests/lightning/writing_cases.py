@@ -16,10 +16,11 @@ import multiprocessing
 import os
 import socket
 import sqlite3
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
 from subprocess import PIPE, Popen
 from tempfile import NamedTemporaryFile
@@ -161,6 +162,50 @@ def repeated(host: Host) -> dict[str, Any]:
             trained(host, seeded(build), data=cases.loader(32), max_epochs=1, strategy={"loss": loss})
         every = [*said, *(str(each.message).removeprefix("madpipe: ") for each in caught)]
         found[name] = [line for line in every if "training_step" in line]
+    return found
+
+
+class Prints(cases.Classifier):
+    """It prints before and after its call of the layers, and in a part of some batches alone."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        print("before", batch_idx)
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        print("after", batch_idx, file=sys.stderr)
+        self.print("itself", batch_idx)
+        if batch[1][-1] == 0:
+            print("the last is 0", batch_idx)
+        if batch_idx == 2:  # which is no step that is tried
+            self.late = True
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        print("validation", len(batch[1]))
+        super().validation_step(batch, batch_idx)
+
+
+class PrintsInLayers(cases.Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        print("a layer", len(x))
+        return super().forward(x)
+
+
+def printed(host: Host) -> dict[str, Any]:
+    """What is shown of what steps and layers print, and what is said of it."""
+    found = {}
+    for name, build in {"steps": Prints, "layers": lambda: WithBlock(PrintsInLayers())}.items():
+        with lines() as said, redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as errors:
+            trainer = host.trainer(max_epochs=1, strategy={"algorithm": [0, 5, 8]})
+            trainer.fit(seeded(build), cases.loader(64), cases.loader(16, seed=3))
+        shown = [*out.getvalue().splitlines(), *errors.getvalue().splitlines()]
+        words = ("before", "after", "itself", "the last", "validation", "a layer")
+        found[name] = {
+            "shown": [line for line in shown if line.startswith(words)],
+            "said": [line for line in said if "prints or logs" in line],
+        }
     return found
 
 
@@ -334,7 +379,7 @@ def drawn_from_tuples(host: Host) -> dict[str, Any]:
 
 
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
-    2: [numbers_of_layers, drawn_from_tuples],
+    2: [numbers_of_layers, drawn_from_tuples, printed],
     4: [],
 }
 ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
