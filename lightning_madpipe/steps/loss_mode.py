@@ -9,7 +9,7 @@ that gives the loss of the batch. It is tried again
 - in a step whose loss has operations that no loss which was tried had, such as a term that begins, or which logs
   or returns a number under a new name, or one that was the same, such as 0, in all micro-batches that were tried,
   so that nothing shows how it is merged: the batch is given up in all pipelines, tried, and trained anew
-  (``loss_signs.py``);
+  (``loss_signs.py``); so it is where a step has changed something that it changes in no batch that was tried;
 - before a step for which an attribute of the module, or the epoch, has changed, and before the first one of an
   epoch if the last trial is 64 steps ago;
 - before steps 2, 4, 8, ..., 128, and before each 128th from there on, whatever the batches are.
@@ -137,6 +137,10 @@ class LossOfBatches:
     """The rules that gave a logged number of the whole batch in every trial so far, by the name of the number."""
     _means: dict[str, None] = field(default_factory=dict)
     """Metrics that are told a mean of each micro-batch."""
+    _told_traces: set[str] = field(default_factory=set)
+    """What was told of that micro-batches leave otherwise than a batch."""
+    _told_draws: set[str] = field(default_factory=set)
+    """The common generators of which it was told that a step draws from them."""
     _num_rests: int = 0
     """Trials for which a pipeline that never drains came to rest, beside the regular ones."""
     _told: set[str] = field(default_factory=set)
@@ -370,9 +374,10 @@ class LossOfBatches:
         error = max(
             (finding.relative_error for finding in findings if finding.relative_error is not None), default=None
         )
-        drawn_from = sorted({name for finding in findings for name in finding.drawn_from})
-        if drawn_from:
-            self._tell(draws_in_words("training_step", drawn_from), key="draws")
+        drawn_from = {name for finding in findings for name in finding.drawn_from}
+        if not drawn_from <= self._told_draws:
+            self._told_draws |= drawn_from
+            announce(draws_in_words("training_step", drawn_from))
         why_not = next((finding.why_not for finding in findings if finding.why_not), None)
         if why_not is not None:
             off = "" if error is None else f"the mean over its micro-batches is {error_in_words(error)}: "
@@ -410,8 +415,10 @@ class LossOfBatches:
         of = "the first" if self._num_steps == 1 else "a"
         for finding in findings:
             self._means.update(dict.fromkeys(finding.means))
-            if finding.traces:
-                self._tell(said(finding.traces), key="traces")
+            new = [words for name, words in finding.traces if name not in self._told_traces]
+            self._told_traces.update(name for name, _ in finding.traces)
+            if new:
+                announce(said(new, self._num_steps))
             self._note_rules(finding)
             self.logged_sizes.learn(finding.constant_sizes, finding.counted_sizes)
             for name, joined, whole in finding.wrong_results:

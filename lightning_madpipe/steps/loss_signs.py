@@ -3,6 +3,8 @@
 - The graph of the loss: a term that begins brings operations, a scalar factor that is no longer 0, or a scalar on
   the other side of a threshold (``loss.clamp(max=8)``), which the steps that were tried had not. It is read where
   the step of a micro-batch has just run, so that the batch can still be given up and tried.
+- The single numbers that something in that graph is divided by, such as how many samples count: over micro-batches
+  they are neither the same nor in proportion to their shares in the loss of the batch.
 - The class weights of a cross-entropy in that graph: they are others than those that were tried, and than those by
   which micro-batches are weighted.
 - The names of what is logged and returned: a number that is no mean is named when it first appears.
@@ -14,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -53,13 +55,15 @@ class LossGraph(NamedTuple):
     operations: Operations
     class_weights: list[Tensor]
     """Those of its cross-entropies."""
+    divisors: list[Tensor]
+    """The single numbers that something is divided by, as they are met."""
     bends: tuple[str, ...] = ()
     """The nodes that go on otherwise from a threshold on, each with its side, as they are met."""
 
 
 def graph_of(loss: Tensor, ends: Collection[Any]) -> LossGraph:
     """Read what computes ``loss``, down to the nodes ``ends``, which made the outputs of the pipeline."""
-    pairs, class_weights, bends = set(), [], []
+    pairs, class_weights, divisors, bends = set(), [], [], []
     todo, names = [loss.grad_fn], {loss.grad_fn: _name_of(loss.grad_fn)}
     while todo and len(names) < MOST_NODES:
         node: Any = todo.pop()
@@ -70,12 +74,42 @@ def graph_of(loss: Tensor, ends: Collection[Any]) -> LossGraph:
             bends.append(name)
         if name.startswith("NllLoss") and (weight := _saved(node, "_saved_weight")) is not None:
             class_weights.append(weight)
+        divisor = _saved(node, DIVISORS.get(kind_of(name), ""))
+        # In a cross-entropy that is no mean nothing is divided.
+        if divisor is not None and divisor.ndim == 0 and getattr(node, "_saved_reduction", 1) == 1:
+            divisors.append(divisor)
         for following, _ in node.next_functions:
             if following not in names:
                 names[following] = "outputs" if following in ends else _name_of(following)
                 todo.append(following)
             pairs.add((name, names[following]))
-    return LossGraph(frozenset(pairs), class_weights, tuple(bends))
+    return LossGraph(frozenset(pairs), class_weights, divisors, tuple(bends))
+
+
+def are_in_proportion(divisors: Sequence[Sequence[Tensor]], *shares: Sequence[float]) -> bool:
+    """Whether numbers that something is divided by are the same in all micro-batches, or in proportion to shares.
+
+    Args:
+        divisors: Those of each micro-batch.
+        shares: Of each micro-batch, by samples and in the loss of its batch.
+    """
+    numbers = [each for part in divisors for each in part]
+    if not numbers or len(set(map(len, divisors))) > 1:
+        return True
+    # One wait for the device.
+    table = (
+        torch.stack([each.detach().to(numbers[0].device).double() for each in numbers])
+        .cpu()
+        .view(len(divisors), -1)
+    )
+    eps = max((torch.finfo(each.dtype).eps for each in numbers if each.is_floating_point()), default=0.0)
+    tolerance = max(1e-4, 4 * eps)
+    fits = torch.zeros(table.shape[1], dtype=torch.bool)
+    counts = torch.tensor(shares[-1]) > 0  # a part of which nothing counts may be divided by anything
+    for share in (torch.ones(len(divisors)), *map(torch.tensor, shares)):
+        ratios = table[counts] / share[counts].double().unsqueeze(1)
+        fits |= ((ratios - ratios.mean(0)).abs() <= tolerance * ratios.abs().amax(0)).all(0)
+    return bool(fits.all())
 
 
 def _saved(node: Any, name: str) -> Tensor | None:
@@ -183,6 +217,10 @@ def _side(value: Tensor, low: Any, high: Any) -> str:
         return " below" * (low is not None and number < low) + " above" * (high is not None and number > high)
 
 
+DIVISORS = {
+    "Div": "_saved_other", "NllLoss": "_saved_total_weight", "NllLoss2D": "_saved_total_weight",
+}  # fmt: skip
+"""What a node has kept of what it divides by, by its kind."""
 SELECTIONS = frozenset(("IndexBackward0", "MaskedSelectBackward0"))
 BENDS: dict[str, Callable[[Any], str]] = {
     **dict.fromkeys(("Clamp", "ClampMin", "ClampMax"), _of_clamp),

@@ -90,10 +90,10 @@ class Finding:
     """Names that are logged with another value than that of the whole batch: name, merged, whole, how merged."""
     wrong_results: tuple[tuple[str, float, float], ...] = ()
     """Numbers that the step returns, other than for the whole batch: name, joined, whole."""
-    traces: tuple[str, ...] = ()
+    traces: tuple[tuple[str, str], ...] = ()
+    """What the step leaves on the module otherwise for micro-batches than for a batch: its name, and in words."""
     means: tuple[str, ...] = ()
     """Metrics that are told a mean of each micro-batch, and know nothing of unlike sizes."""
-    """What the step leaves on the module otherwise for micro-batches than for the batch, in words."""
     draws_for_batch: bool = False
     """Whether the step draws something from torch's common generator once for a batch."""
     draws_for_samples: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -28,6 +29,9 @@ from lightning_madpipe.steps.step_results import StepResult, result_of
 from lightning_madpipe.steps.step_side_effects import Change, Leftovers, make_changes
 from lightning_madpipe.steps.user_step import UserSteps
 from lightning_madpipe.steps.written_files import OPENED_BEFORE
+
+MOST_REPEATS = 100
+"""What a line names of that a step does for each micro-batch; a step may make new attributes for ever."""
 
 
 class Outcome(NamedTuple):
@@ -71,6 +75,7 @@ class Outcomes:
         self._steps, self._losses, self._refusal = steps, losses, refusal
         self._device = engine.device
         self._told: set[str] = set()
+        self._told_repeats: dict[str, set[str]] = defaultdict(set)
         self._logged_sizes: dict[str, LoggedSizes] = {}
         self._before: Leftovers | None = None
         self._changes: list[Change] = []
@@ -81,7 +86,7 @@ class Outcomes:
 
     def begin(self) -> None:
         """Forget what was before another batch: the rank that ran whole steps then may not do so now."""
-        self._before = self._undo = None
+        self._before = self._undo = self._steps.before_batch = None
         self._engine.when_given_up = None
 
     def remember(self) -> None:
@@ -94,6 +99,7 @@ class Outcomes:
         if is_cut or undoable or may_be_undone:
             before = self._steps.leftovers(undoable=undoable, may_be_undone=may_be_undone)
         self._before = before if is_cut else None
+        self._steps.before_batch = before
         if self._tells_of_files:
             self._steps.open_files.begin({} if before is None else self._steps.beside.files)
         self._undo = before.undo if before is not None and may_be_undone else None
@@ -110,7 +116,7 @@ class Outcomes:
         try:
             yield
         finally:
-            self._before = self._steps.leftovers()
+            self._before = self._steps.before_batch = self._steps.leftovers()
 
     def forget(self) -> None:
         """Forget what the module was before the steps: nothing of them stays."""
@@ -172,9 +178,9 @@ class Outcomes:
             error = self._refusal(str(raised))
         changes = [*self._changes, *self._taken_changes(step)]
         changes += self._left_on_layers()
-        self._before = None
+        self._before = self._steps.before_batch = None
         self._changes = []
-        if self._losses.option == "mean" and len(window[0].done) > 1:
+        if len(window[0].done) > 1:
             self._tell_of_repeats(window[0], step, changes)
         self._tell_of_files(step)
         if self._pipeline.num_stages > 1:
@@ -186,16 +192,24 @@ class Outcomes:
 
     def _tell_of_repeats(self, run: BatchRun, step: str, changes: Sequence[Change]) -> None:
         """Say once what a step does for each micro-batch, where no trial compares that with the batch."""
-        places = list(dict.fromkeys(str(change.place) for change in changes))
-        logged = list(dict.fromkeys(f"self.log({call['name']!r})" for call in run.done[0].log_calls))
-        if not places and not logged:
+        is_mean = self._losses.option == "mean"
+        untried = set(self._steps.untried(step, changes))
+        names = list(dict.fromkeys(str(change.place) for change in changes if change.place in untried))
+        if is_mean:
+            names += dict.fromkeys(f"self.log({call['name']!r})" for call in run.done[0].log_calls)
+        told = self._told_repeats[step]
+        names = [name for name in names if name not in told]
+        if not names or len(told) > MOST_REPEATS:
             return
+        told.update(names)
+        under = "with loss='mean' " if is_mean else ""
+        auto = "loss='auto' names what differs from one process; " if is_mean else ""
         warn_once(
-            f"repeats/{type(self._module).__name__}/{step}",
-            f"with loss='mean' {step} runs once for each of the {len(run.done)} micro-batches of a batch, and is "
-            f"not compared with a run on the batch ({some([*places, *logged])}): a count grows as often, a list "
-            "gets as many entries, and what is logged is merged by its reduce_fx, means by samples. loss='auto' "
-            "names what differs from one process; loss='batch' runs the step once per batch",
+            f"repeats/{type(self._module).__name__}/{step}/{names}",
+            f"{under}{step} runs once for each of the {len(run.done)} micro-batches of a batch, and is not "
+            f"compared with a run on the batch ({some(names)}): a count grows as often, a list gets as many "
+            "entries, and what is logged is merged by its reduce_fx, means by samples. "
+            f"{auto}loss='batch' runs the step once per batch",
         )
 
     def _tell_of_files(self, step: str) -> None:

@@ -97,6 +97,17 @@ class OwnGenerators:
         self._left: dict[str, States] = {}
         """Where the last run of a step has left them, by what runs it."""
         self._at_call: States = {}
+        self._is_rehearsing = False
+        self._known_to_move: set[str] = set()
+        """The generators that whole steps have drawn from in rehearsals, or of which it was noted since."""
+        self._moved: set[str] = set()
+        """Others that the last one has drawn from."""
+
+    def newly_moved(self) -> bool:
+        """Whether the last whole step has drawn from a generator that none has before; that is known then."""
+        moved, self._moved = self._moved, set()
+        self._known_to_move |= moved
+        return bool(moved)
 
     def begin(self, num_batches: int = 1) -> None:
         """Begin with the batches of an optimizer step, or with one that is evaluated."""
@@ -142,6 +153,7 @@ class OwnGenerators:
         self._keep_items(forgets=False)
         self._found = found_in(self._module, self._ignored)
         self._num_batches, self._begun, self._left = 1, {}, {}
+        rehearsed_already, self._is_rehearsing = self._is_rehearsing, True
         found, states = self._found, self._states()
         try:
             yield
@@ -149,6 +161,7 @@ class OwnGenerators:
             for name, state in states.items():
                 _put(found[name], state)
             self._found, self._num_batches, self._begun, self._left = before
+            self._is_rehearsing = rehearsed_already
 
     @contextmanager
     def of_step(
@@ -174,12 +187,20 @@ class OwnGenerators:
             RUNS_STEP.reset(running)
             left = self._left[what] = self._states()
             self._tell_of_files(begun, left)
+            if what == "all":
+                self._note_moves(begun, left)
             if ended is not None:
                 ends = _keys_of({**found_in(self._module, self._ignored), **COMMON})
                 ended(ends, {name for name, key in common.items() if ends[name] != key})
             self._put_found(live)
         if what == "all" and self._num_batches > 1:
             self._refuse_draws_around_the_call(begun, left)
+
+    def _note_moves(self, begun: States, left: States) -> None:
+        unknown = [name for name in begun if name not in self._known_to_move]
+        self._moved = {name for name in unknown if key_of(begun[name]) != key_of(left[name])}
+        if self._is_rehearsing:
+            self.newly_moved()
 
     def _tell_of_files(self, begun: States, left: States) -> None:
         """Say of files that a step has read on in so that they do not tell where they are."""

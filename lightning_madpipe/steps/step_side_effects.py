@@ -502,6 +502,8 @@ def _begins_with(value: Any, seen: Seen, visited: set[int]) -> bool:
 def _difference(place: Place, seen: Seen | None, value: Any) -> Change | None:
     if seen is None:
         return Change(place, "bind", value)
+    if value is seen.value and type(value) in PLAIN:  # most are, and each batch asks of all
+        return None
     if _is_same(seen, value, set()):
         return None
     kept = value is seen.value

@@ -6,7 +6,7 @@ import functools
 import math
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
 from typing import Any
@@ -44,6 +44,7 @@ from lightning_madpipe.steps.loss_signs import (
     ClassWeights,
     LossGraph,
     UntriedLossError,
+    are_in_proportion,
     graph_of,
     kind_of,
 )
@@ -53,7 +54,7 @@ from lightning_madpipe.steps.other_weights import loss_depends_on_weights, other
 from lightning_madpipe.steps.own_generators import OwnGenerators
 from lightning_madpipe.steps.step_results import means_of, names_of_numbers
 from lightning_madpipe.steps.step_runs import StepRuns
-from lightning_madpipe.steps.step_side_effects import Leftovers, Place, reached_objects
+from lightning_madpipe.steps.step_side_effects import Change, Leftovers, Place, reached_objects
 from lightning_madpipe.steps.tensor_comparison import as_real, has_gradient
 from lightning_madpipe.steps.what_layers_set import LayerTraces
 from lightning_madpipe.steps.written_files import OpenFiles
@@ -134,9 +135,17 @@ class UserSteps:
         self._sides: tuple[str, ...] = ()
         """Where the first micro-batch of this batch is."""
         self._num_bent = 0
+        self._divisors: list[tuple[MicroBatch, list[Tensor]]] = []
+        """What something in the losses of this batch is divided by, by micro-batch."""
+        self._times_divided = 0
         self._tried_names: set[str] = set()
         """Names of numbers that tried steps have logged or returned."""
         self._times_new = 0
+        self.before_batch: Leftovers | None = None
+        """The module before the steps of the batches that run, on the rank that runs whole steps."""
+        self._tried_changes: set[tuple[str, Place, str]] = set()
+        """What each step has changed in trials, and how."""
+        self._times_changed = 0
         self.unsettled: Mapping[str, frozenset[str]] = {}
         """Logged means of which nothing that was tried shows how they are merged, each with the rules that may."""
         self._first_logged: dict[str, float] = {}
@@ -168,6 +177,15 @@ class UserSteps:
     def drawn_from(self) -> set[str]:
         """The common generators that steps which were rehearsed have drawn from."""
         return self._runs.drawn_from
+
+    @property
+    def known_draws(self) -> set[str]:
+        """Those that training steps have drawn from in trials, and of which it was told."""
+        return self._runs.known_draws
+
+    @known_draws.setter
+    def known_draws(self, names: set[str]) -> None:
+        self._runs.known_draws = names
 
     @property
     def open_files(self) -> OpenFiles:
@@ -396,6 +414,7 @@ class UserSteps:
         if self.class_weights.are_others(graph.class_weights):
             self._give_up(micro_batch)
         self._check_sides(micro_batch, graph)
+        self._check_divisors(micro_batch, graph)
 
     def _check_sides(self, micro_batch: MicroBatch, graph: LossGraph) -> None:
         """Give the batch up if it lies on two sides of a threshold: it is no mean then."""
@@ -407,12 +426,49 @@ class UserSteps:
             self._num_bent += 1
             self._give_up(micro_batch)
 
+    def _check_divisors(self, micro_batch: MicroBatch, graph: LossGraph) -> None:
+        """Give the batch up if its micro-batches are divided by what their shares in its loss do not go by."""
+        if micro_batch.place == 0:
+            self._divisors = []
+        self._divisors.append((micro_batch, graph.divisors))
+        if not micro_batch.is_last or self._times_divided == MOST_TIMES_NEW:
+            return
+        parts, divisors = zip(*self._divisors, strict=True)
+        sizes = [part.size for part in parts]
+        shares = [part.size if part.share is None else part.share for part in parts]
+        if not are_in_proportion(divisors, sizes, shares):
+            self._times_divided += 1
+            self._give_up(micro_batch)
+
     def _check_names(self, micro_batch: MicroBatch) -> None:
         """Give the batch up if it logs or returns a number that none has that was tried."""
         new = names_of_numbers(micro_batch.log_calls, micro_batch.returned) - self._tried_names
         if new and self._times_new < MOST_TIMES_NEW:
             self._times_new += 1
             self._tried_names |= new  # tried once, even if the trial does not come by them
+            self._give_up(micro_batch)
+
+    def untried(self, step: str, changes: Iterable[Change]) -> list[Place]:
+        """The places that neither a trial of a step nor a layer has changed in this way; they are known then."""
+        found = {(step, change.place, change.kind) for change in changes} - self._tried_changes
+        self._tried_changes |= found
+        return [place for _, place, _ in found if str(place) not in self.changed_by_layers]
+
+    def _check_draws(self, micro_batch: MicroBatch) -> None:
+        """Give the batch up, or say it, if its step draws from generators that none has that was tried."""
+        new, has_moved = self._runs.drawn, self.draws.newly_moved()
+        if (new or has_moved) and self._is_watched(micro_batch) and self.gives_up:
+            self._runs.known_draws |= new
+            self._give_up(micro_batch)
+        if new:
+            self._runs.tell_draws(micro_batch.step, new)
+
+    def _check_changes(self, micro_batch: MicroBatch) -> None:
+        """Give the batch up if its step has changed something that none has that was tried."""
+        if self.before_batch is None or not micro_batch.is_last or self._times_changed == MOST_TIMES_NEW:
+            return
+        if self.untried(micro_batch.step, self.before_batch.changes()):
+            self._times_changed += 1
             self._give_up(micro_batch)
 
     def _check_logs(self, micro_batch: MicroBatch) -> None:
@@ -703,9 +759,13 @@ class UserSteps:
         loss = returned.get("loss") if isinstance(returned, Mapping) else returned
         if isinstance(loss, Tensor) and loss.numel() == 1:
             micro_batch.loss = loss.detach().reshape(())
+            if not self.rehearsing:
+                self._check_draws(micro_batch)
             if self._is_watched(micro_batch):
                 self._check_graph(micro_batch, loss, ends)
                 self._check_names(micro_batch)
+                if self.gives_up:
+                    self._check_changes(micro_batch)
             if self.unsettled and micro_batch.step == "training_step" and not self.rehearsing:
                 self._check_logs(micro_batch)
             if micro_batch.share == 0.0:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections import defaultdict
+from array import array
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -19,8 +20,10 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 
 from deepspeed_partition.code_names import CodeSearch
+from deepspeed_partition.raw_states import RawState
 from lightning_madpipe.steps.hooks_of_program import hooks_of_program
 from lightning_madpipe.steps.metrics import copied, metrics_in_containers, metrics_of
+from lightning_madpipe.steps.tensor_comparison import as_real
 
 CLOSE = 1e-4
 MOST_NAMED = 4
@@ -59,7 +62,9 @@ class StepTraces:
     def taken(self) -> dict[str, Trace]:
         """The traces since the beginning, which are then undone."""
         found = {}
-        for change in self._before.changes():
+        changes = self._before.changes()
+        self._steps.untried("training_step", changes)
+        for change in changes:
             if change.place.owner not in self._metrics and change.kind != "delete":
                 gained = len(change.value) if change.kind in ("extend", "continues") else None
                 found[str(change.place)] = Trace(gained, numbers_of(change.value))
@@ -102,8 +107,8 @@ def differences(
     pieces: Mapping[str, Trace],
     trained: Mapping[str, Trace],
     even: bool,
-) -> list[str]:
-    """What is left otherwise by micro-batches, in words.
+) -> list[tuple[str, str]]:
+    """What is left otherwise by micro-batches: its name, and that in words.
 
     Args:
         pieces: By those of a trial, which are of unlike sizes.
@@ -111,28 +116,38 @@ def differences(
         even: The batch is cut into micro-batches of one size when it trains.
     """
     found = [
-        _in_words(name, trace, pieces[name], trained.get(name))
+        (name, _in_words(name, trace, pieces[name], trained.get(name)))
         for name, trace in whole.items()
         if name in pieces
         and not _are_same(trace, pieces[name])
         and not (even and traces.is_mean_over(name, trace))
     ]
     as_trained = {**pieces, **trained}  # where the micro-batches of the trial are fewer
+    told, parts = {name for name, _ in found}, trained or pieces
+    found += [
+        (name, _by_one(name, whole.get(name), parts.get(name)))
+        for name in {**whole, **parts}
+        if (name in whole) != (name in parts) and name not in told
+    ]
     cut = [
-        f"{name} gets {as_trained[name].num_entries} entries instead of {trace.num_entries}, which are the same "
-        "joined"
+        (
+            name,
+            f"{name} gets {as_trained[name].num_entries} entries instead of {trace.num_entries}, which are the "
+            "same joined",
+        )
         for name, trace in whole.items()
         if name in pieces and trace.num_entries != as_trained[name].num_entries and _are_same(trace, pieces[name])
     ]
-    return found + [each for each in cut if not traces.is_joined(each.partition(" ")[0])]
+    return found + [(name, words) for name, words in cut if not traces.is_joined(name)]
 
 
-def said(differing: Sequence[str]) -> str:
-    """The sentence for these differences."""
+def said(differing: Sequence[str], number: int) -> str:
+    """The sentence for these differences of the batch of a step, by its number."""
+    of = "the first batch" if number == 1 else f"a batch of step {number}"
     more = f"; and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
     return (
-        f"training_step runs once per micro-batch, so that for the first batch {'; '.join(differing[:MOST_NAMED])}"
-        f"{more}: MadPipeStrategy(loss='batch') runs it once per batch"
+        f"training_step runs once per micro-batch, so that for {of} {'; '.join(differing[:MOST_NAMED])}{more}: "
+        "MadPipeStrategy(loss='batch') runs it once per batch"
     )
 
 
@@ -161,7 +176,17 @@ def _in_words(name: str, whole: Trace, pieces: Trace, trained: Trace | None) -> 
         own, theirs = whole.numbers[key], pieces.numbers[key]
         if own.numel() == theirs.numel() == 1 and not torch.allclose(own, theirs, rtol=CLOSE, atol=1e-6):
             return f"{name}{key} is {float(theirs):.6g} instead of {float(own):.6g}"
+        if own.numel() != theirs.numel():
+            return f"{name}{key} has {theirs.numel()} values instead of {own.numel()}"
     return f"{name} differs"
+
+
+def _by_one(name: str, whole: Trace | None, pieces: Trace | None) -> str:
+    """In words, what either the batch or its micro-batches leave, and the others nothing."""
+    own, theirs = (0 if trace is None else trace.num_entries for trace in (whole, pieces))
+    if own is not None and theirs is not None:
+        return f"{name} gets {theirs} entries instead of {own}"
+    return f"{name} is changed " + ("by the batch alone" if pieces is None else "by micro-batches alone")
 
 
 def _are_same(whole: Trace, pieces: Trace) -> bool:
@@ -183,18 +208,25 @@ def _collect(value: Any, key: str, parts: dict[str, list[Tensor]]) -> None:
         value = torch.from_numpy(value)
     if isinstance(value, Tensor):
         # A tensor on meta, as captured layers keep for forms, has no numbers.
-        if not value.is_complex() and not value.is_meta and value.layout is torch.strided:
-            parts[key].append(value.detach().cpu().double().reshape(-1))
-    elif isinstance(value, numbers.Real):
+        if not value.is_meta and value.layout is torch.strided:
+            parts[key].append(as_real(value.detach()).cpu().double().reshape(-1))
+    elif isinstance(value, complex):
+        parts[key].append(torch.tensor([value.real, value.imag], dtype=torch.float64))
+    elif isinstance(value, numbers.Real | numpy.bool_):
         parts[key].append(torch.tensor([float(value)], dtype=torch.float64))
-    elif isinstance(value, str):
+    elif isinstance(value, str | bytes):
         parts[key].append(torch.zeros(1, dtype=torch.float64))
     elif isinstance(value, Mapping):
         for name, child in value.items():
             _collect(child, f"{key}[{name!r}]", parts)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | deque | array):
         for child in value:
             _collect(child, key, parts)
+    elif isinstance(value, set | frozenset):
+        for child in sorted(value, key=lambda child: (type(child).__name__, repr(child))):
+            _collect(child, key, parts)
+    elif isinstance(value, RawState):
+        _collect(list(value.contents) if isinstance(value.contents, bytes) else value.contents, key, parts)
     elif is_dataclass(value) and not isinstance(value, type):
         for each in fields(value):
             _collect(getattr(value, each.name), f"{key}.{each.name}", parts)

@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -377,6 +378,51 @@ class SwitchedOn(Layers):
         logits = self(x)
         share = torch.full((cases.NUM_CLASSES,), float(self.compares))
         return F.cross_entropy(logits, y) + (share * logits.mean(0)).square().sum()
+
+
+class CoolsInThird(Layers):
+    """Its loss reads a number that the step changes in step 3 alone, which is no step that is tried."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tau = 4.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x) / self.tau, y)
+        if batch_idx == 2:
+            self.tau *= 0.5
+        return loss
+
+
+class MasksInThird(Layers):
+    """In step 3 alone the step masks samples itself, and divides by how many are left."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        mask = (x[:, 0] > 0).float() if batch_idx == 2 else torch.ones(len(x))
+        return (F.cross_entropy(self(x), y, reduction="none") * mask).sum() / mask.sum().clamp(min=1)
+
+
+class KeepsInThird(Layers):
+    """In step 3 alone it keeps its loss, counts, and draws; in all steps it keeps its last losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[float] = []
+        self.count = 0
+        self.last: deque[float] = deque(maxlen=3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        if batch_idx == 2:
+            x = x + 0.1 * torch.randn_like(x)
+        loss = F.cross_entropy(self(x), y)
+        self.last.append(float(loss))
+        if batch_idx == 2:
+            self.kept.append(float(loss))
+            self.count += 1
+        return loss
 
 
 class NamedLate(Layers):
@@ -882,6 +928,8 @@ def losses(host: Host) -> dict[str, Any]:
         "easy": lambda: fitted(host, Easy, with_outliers(64), max_epochs=1, batch_size=4),
         "scaled inputs": lambda: fitted(host, ScaledInputs, with_outliers(64), max_epochs=1, batch_size=4),
         "hardest later": lambda: fitted(host, HardestLater, labelled(96), max_epochs=1),
+        "cools in step 3": lambda: fitted(host, CoolsInThird, labelled(54), max_epochs=1),
+        "masks in step 3": lambda: fitted(host, MasksInThird, labelled(54), max_epochs=1),
         "named late": lambda: fitted(host, NamedLate, labelled(54), max_epochs=1),
         "logged late": lambda: fitted(host, LoggedLate, texts(16) * 6, max_epochs=1),
         "in place": lambda: fitted(host, InPlace, labelled(54), labelled(21, 3)),
@@ -970,6 +1018,7 @@ def turned(host: Host) -> dict[str, Any]:
         "rising": fitted(host, Rising, labelled(64), **long)["found"],
         "changing": fitted(host, Changing, labelled(64), **long)["found"],
         "collecting": fitted(host, Collecting, labelled(32), max_epochs=1)["found"],
+        "keeping in step 3": fitted(host, KeepsInThird, labelled(64), max_epochs=1)["found"],
         "denoising": fitted(host, Denoising, labelled(32), max_epochs=1)["found"],
         "drawn for a batch": drawn_from_common(host, both=False),
         "drawn for both": drawn_from_common(host, both=True),

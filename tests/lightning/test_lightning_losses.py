@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+from array import array
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,9 +15,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from deepspeed_partition.raw_states import RawState
 from lightning_madpipe.steps.batch_runs import SamplesSelectedError, cut_inputs, dims_of_outputs
 from lightning_madpipe.steps.batches import fingerprint_of, split_batch
-from lightning_madpipe.steps.loss_signs import Attributes, ClassWeights, Operations, graph_of
+from lightning_madpipe.steps.loss_signs import Attributes, ClassWeights, Operations, are_in_proportion, graph_of
 from lightning_madpipe.steps.losses import (
     MOST_EXTREMES,
     SAMPLES,
@@ -28,7 +31,7 @@ from lightning_madpipe.steps.losses import (
     weights_of,
 )
 from lightning_madpipe.steps.trials import _logs, wrong_results
-from lightning_madpipe.steps.what_steps_leave import Trace, differences
+from lightning_madpipe.steps.what_steps_leave import Trace, differences, numbers_of
 from tests.lightning.test_lightning_pipeline import Records, assert_same, records_of
 
 
@@ -81,6 +84,8 @@ FOUND: dict[str, tuple[bool, list[Any]]] = {
     "easy": (True, ["samples"]),
     "scaled inputs": (True, ["samples"]),
     "hardest later": (True, ["samples"]),
+    "cools in step 3": (True, ["samples"]),
+    "masks in step 3": (True, ["samples"]),
     "named late": (False, ["samples"]),
     "logged late": (False, LABELS),
     "in place": (False, ["samples"]),
@@ -118,6 +123,8 @@ def test_a_loss_trains_as_in_one_process(two: Records, case: str) -> None:
     if case in ("of features", "by counts"):  # from the first step on
         assert "may be no mean over samples in each batch" in said[0] and "from step" not in said[0]
     assert len(said) == (FOUND[case] != (False, ["samples"]) and case != "asked for")
+    if case in ("cools in step 3", "masks in step 3"):  # in silence, with other weights from step 3 on
+        assert "from step 3 on:" in said[0]
     if case == "hardest later":  # it ended in "selected index k out of range"
         assert "for a part of it, it raises" in said[0] and "from step 5 on:" in said[0]
     if found["flushed"] is not None and not case.startswith("accumulated"):
@@ -169,9 +176,54 @@ def test_what_micro_batches_leave_otherwise_on_the_module_is_said_once(two: Reco
     [said] = [each for each in two.of("turned")["collecting"]["said"] if "once per micro-batch" in each]
     assert "self.losses gets 4 entries instead of 1; self.num_steps is 4 instead of 1" in said
     assert "; and 1 more: " in said  # self.features, which nobody joins
-    assert "self.highest (MaxMetric) is" in said and "self.all (CatMetric) differs" in said
+    assert "self.highest (MaxMetric) is" in said and "self.all (CatMetric) has 4 values instead of 1" in said
     assert not any(name in said for name in ("outputs", "names", "MeanMetric", "accuracy"))
     assert "loss='batch'" in said and not two.of("turned")["collecting"]["once"]
+
+
+def test_what_steps_do_that_are_not_tried_is_told(two: Records) -> None:
+    """Step 3 kept and counted four times, and drew other numbers than one process, in silence."""
+    said = two.of("turned")["keeping in step 3"]["said"]
+    [first, third] = [each for each in said if "once per micro-batch, so that" in each]
+    assert "for the first batch self.last has 3 values instead of 1: " in first
+    assert "for a batch of step 3 self.kept gets 4 entries instead of 1; self.count is 4 instead of 1: " in third
+    [drawn] = [each for each in said if "draws from" in each]
+    assert drawn.startswith("training_step draws from the common random generators (torch): ")
+
+
+def test_what_one_of_both_changes_is_told() -> None:
+    """The lowest loss was that of a micro-batch, in silence, where the batch had none that low."""
+    one = {"": torch.ones(1)}
+    traces: Any = SimpleNamespace(is_mean_over=lambda *_: False, is_joined=lambda _: False)
+    left = {"self.lowest": Trace(None, one), "self.kept": Trace(2, one)}
+    assert differences(traces, {}, left, {}, even=True) == [
+        ("self.lowest", "self.lowest is changed by micro-batches alone"),
+        ("self.kept", "self.kept gets 2 entries instead of 0"),
+    ]
+    assert differences(traces, left, {}, {}, even=True)[0][1] == "self.lowest is changed by the batch alone"
+    assert not differences(traces, left, left, left, even=True)
+
+
+def test_numbers_are_read_in_all_that_is_looked_at() -> None:
+    """A deque, a set or an array was said to be the same, whatever was in it."""
+    values: list[Any] = [
+        deque([1.5, 2]), {2, 1.5}, frozenset((1.5, 2)), array("d", [1.5, 2]), RawState(array("d", [1.5, 2])),
+        1.5 + 2j, torch.tensor(1.5 + 2j),
+    ]  # fmt: skip
+    for value in values:
+        assert numbers_of(value)[""].tolist() == [1.5, 2.0], value
+    assert numbers_of(numpy.bool_(True))[""].tolist() == [1.0] and numbers_of(RawState(b"\2"))[""].tolist() == [
+        2.0
+    ]
+
+
+def test_divisors_that_shares_do_not_go_by_are_seen() -> None:
+    """A mask that a step made itself was a sign of nothing: its losses were weighted by samples."""
+    parts = [[torch.tensor(2.0), torch.tensor(3)], [torch.tensor(4.0), torch.tensor(3)]]
+    assert are_in_proportion(parts, [2, 4], [0.5, 0.5]) and are_in_proportion(parts, [1, 1], [0.25, 0.5])
+    assert not are_in_proportion(parts, [1, 1], [0.5, 0.5])
+    assert are_in_proportion([*parts, [torch.tensor(1.0), torch.tensor(1)]], [2, 4, 2], [0.3, 0.6, 0.0])
+    assert are_in_proportion([[], []], [1, 1], [1, 1])
 
 
 def test_the_number_of_entries_is_told_of_tensors_that_nobody_joins() -> None:
@@ -181,10 +233,10 @@ def test_the_number_of_entries_is_told_of_tensors_that_nobody_joins() -> None:
     pieces = {"self.joined": Trace(4, tensors), "self.kept": Trace(4, tensors), "self.names": Trace(4, tensors)}
     traces: Any = SimpleNamespace(is_mean_over=lambda *_: False, is_joined=lambda name: name == "self.joined")
     found = differences(traces, whole, pieces, {}, even=True)
-    assert found == ["self.kept gets 4 entries instead of 1, which are the same joined"]
+    assert found == [("self.kept", "self.kept gets 4 entries instead of 1, which are the same joined")]
     trained = {**pieces, "self.kept": Trace(8, tensors)}  # the trial cuts eight samples in four
     found = differences(traces, whole, pieces, trained, even=True)
-    assert found == ["self.kept gets 8 entries instead of 1, which are the same joined"]
+    assert found == [("self.kept", "self.kept gets 8 entries instead of 1, which are the same joined")]
 
 
 def test_a_number_that_two_ways_to_merge_give_by_chance_is_not_settled() -> None:
@@ -216,7 +268,7 @@ def test_numbers_in_words_are_those_of_training() -> None:
     """A trial cuts 8 samples in 7: a counter was said to be 7, at the end of an epoch it was 64 for 8 batches."""
     whole, tried, trained = ({"self.t": Trace(None, {"": torch.tensor([value])})} for value in (1.0, 7.0, 8.0))
     traces: Any = SimpleNamespace(is_mean_over=lambda *_: False)
-    assert differences(traces, whole, tried, trained, even=False) == ["self.t is 8 instead of 1"]
+    assert differences(traces, whole, tried, trained, even=False) == [("self.t", "self.t is 8 instead of 1")]
     assert differences(traces, whole, tried, {}, even=False) == ["self.t is 7 instead of 1"]
     [unlike] = differences(traces, whole, tried, whole, even=False)
     assert unlike == "self.t is 7 instead of 1 where its micro-batches are of unlike sizes"
