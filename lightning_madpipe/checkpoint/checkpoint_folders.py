@@ -14,7 +14,7 @@ import os
 import zipfile
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.planner.errors import PlanFormatError
 from deepspeed_partition.planner.io import files
 from deepspeed_partition.planner.units import shown
+from lightning_madpipe.checkpoint.hooks_on_state import WeightsBefore, some
 from lightning_madpipe.compat.state_dict_names import OneDeviceNames, expanded
 from lightning_madpipe.module import PIPELINE
 
@@ -66,6 +67,9 @@ OUTSIDE_STATE = "madpipe_state_dict"
 DRAWS = "madpipe_draws"
 """The key under which DeepSpeed's folder keeps what the random numbers of the next batches are drawn with."""
 
+GIVEN = "madpipe_given"
+"""The key under which DeepSpeed's folder keeps what hooks have put into the state: see ``LeftByHooks.own``."""
+
 OF_TRAINING = ("callbacks", "optimizer_states", "lr_schedulers", OUTSIDE_STATE, DRAWS)
 """What a checkpoint holds only to go on with training."""
 
@@ -95,6 +99,10 @@ class SavedModel:
     """The bytes of every other file in the folder."""
     has_optimizer: bool = True
     """Whether an optimizer's states are there, which a Trainer has until it validates, tests or predicts."""
+    dropped: list[str] = field(default_factory=list)
+    """The names on one device that hooks have left out of the state."""
+    given: dict[str, int] = field(default_factory=dict)
+    """The names of what hooks have replaced or added there, with the stage that has written it."""
 
     def one_device_names(self) -> OneDeviceNames:
         return OneDeviceNames(
@@ -112,8 +120,12 @@ class AbsentError(KeyError):
 class LoadedFolder(dict[str, Any]):
     """What Lightning and its hooks put into a checkpoint, which hooks get of a folder that is loaded.
 
-    The weights and the optimizer's states are in the engine by then, on each rank those of its layers.
+    The weights and the optimizer's states are in the engine by then, on each rank those of its layers. Where a
+    hook has changed the state when it was saved, the state is there as the hook left it.
     """
+
+    before: WeightsBefore | None = None
+    """Set where the state is there."""
 
     def __missing__(self, key: str) -> Any:
         if key not in IN_THE_ENGINE:
@@ -167,7 +179,7 @@ def check_replaceable(path: Path) -> None:
     strange = sorted(name for name in names if not any(fnmatch.fnmatch(name, pattern) for pattern in known))
     if strange:
         raise ValueError(
-            f"it is a folder with other things in it ({_some(strange)}), and a checkpoint would take their place: "
+            f"it is a folder with other things in it ({some(strange)}), and a checkpoint would take their place: "
             f"give a new name, such as {path / 'model.ckpt'}"
         )
 
@@ -211,8 +223,9 @@ def _saved_model(path: Path) -> SavedModel:
         if data.pop("format") != MODEL_FORMAT:
             raise KeyError
         saved = SavedModel(**data)
-        counts = [saved.global_step, saved.num_stages, *saved.files.values()]
+        counts = [saved.global_step, saved.num_stages, *saved.files.values(), *saved.given.values()]
         names = [saved.model, *saved.order, *saved.names, *saved.shapes, *saved.ties.values(), *saved.keys]
+        names += [*saved.dropped, *saved.given]
         names += [name for aliases in saved.names.values() for name in aliases]
         counts += [size for shape in saved.shapes.values() for size in shape]
         counts += [int(layer) for layer in saved.ties]
@@ -221,6 +234,8 @@ def _saved_model(path: Path) -> SavedModel:
         if not all(isinstance(name, str) for name in names) or saved.names.keys() != saved.shapes.keys():
             raise TypeError
         if not all(saved.names.values()) or not 1 <= saved.num_stages <= MOST_STAGES:
+            raise ValueError
+        if any(stage >= saved.num_stages for stage in saved.given.values()):
             raise ValueError
     except (AttributeError, KeyError, TypeError, ValueError):
         raise ValueError(f"{path} is damaged, or not of a version known here ({MODEL_FORMAT})") from None
@@ -371,7 +386,7 @@ def load_consolidated(
     if strict and (missing or unexpected):
         raise ValueError(
             f"the checkpoint is of another model than this {type(module).__name__}: it lacks "
-            f"{_some(missing)} and has {_some(sorted(unexpected))}, which this model does not have"
+            f"{some(missing)} and has {some(sorted(unexpected))}, which this model does not have"
         )
     for name, shape in expected.items():
         if name in state and list(state[name].shape) != shape:
@@ -403,6 +418,15 @@ def outside_of_all(path: Path, saved: SavedModel, reader: Reader) -> dict[str, A
     return _outside(_ranks(path, saved, reader))
 
 
+def given_by_hooks(path: Path, saved: SavedModel, reader: Reader) -> dict[str, Any]:
+    """What hooks put into the state of a folder when it was saved."""
+    return _given(saved, _ranks(path, saved, reader)) if saved.given else {}
+
+
+def _given(saved: SavedModel, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: ranks[stage][GIVEN][name] for name, stage in saved.given.items()}
+
+
 def _tensors(pipeline: PipelineModule) -> dict[str, Any]:
     """The state's tensors; parameters as themselves, because they know their masters."""
     state = pipeline.state_dict(keep_vars=True)
@@ -424,10 +448,6 @@ def _on_cpu(value: Tensor) -> Tensor:
 
 def _union(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: value for part in parts for name, value in part.items()}
-
-
-def _some(names: Sequence[str]) -> str:
-    return (", ".join(names[:3]) + (f", ... ({len(names)} in all)" if len(names) > 3 else "")) or "nothing"
 
 
 # From a folder to a file
@@ -496,7 +516,8 @@ def whole_checkpoint(
     rest = {key: ranks[0][key] for key in saved.keys if key not in OF_TRAINING and key in ranks[0]}
     if sentence := reader.sentence():
         announce(sentence, logging.WARNING)
-    return {**rest, "state_dict": whole}
+    left = {name: value for name, value in whole.items() if name not in saved.dropped}
+    return {**rest, "state_dict": {**left, **_given(saved, ranks)}}
 
 
 def _ranks(path: Path, saved: SavedModel, reader: Reader) -> list[dict[str, Any]]:

@@ -20,8 +20,8 @@ from deepspeed_partition.engine.checkpoint.checkpoint_engine import say_what_was
 from deepspeed_partition.engine.checkpoint.unpickling import Reader
 from deepspeed_partition.engine.runtime.all_come import wait_until_all_come
 from deepspeed_partition.engine.runtime.collectives import from_rank_0, refused_together
-from deepspeed_partition.engine.runtime.environment import announce
-from lightning_madpipe.checkpoint import checkpoint_folders
+from deepspeed_partition.engine.runtime.environment import announce, warn_once
+from lightning_madpipe.checkpoint import checkpoint_folders, hooks_on_state
 from lightning_madpipe.checkpoint.weight_copies import COPIES
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.state_dict_names import OneDeviceNames
@@ -91,6 +91,9 @@ class Checkpointing(DeepSpeedStrategy):
     """Whether state dicts have the whole model's weights: False while Lightning collects a full checkpoint, whose
     weights DeepSpeed writes."""
 
+    _shown: Mapping[str, Any] | None = None
+    """The state as hooks have seen it in the checkpoint that is being saved."""
+
     @property
     def _spread(self) -> SpreadModel:
         raise NotImplementedError("the strategy has it")
@@ -106,7 +109,8 @@ class Checkpointing(DeepSpeedStrategy):
         """The state of the whole model on rank 0, as one device has it, on the CPU; empty on other ranks.
 
         Collective. Where the optimizer keeps fp32 master weights, these. While Lightning collects a full
-        checkpoint, whose weights DeepSpeed writes, it is this rank's part, by the same names.
+        checkpoint, whose weights DeepSpeed writes, it is this rank's part, by the same names, with stand-ins for
+        tensors of other ranks.
 
         Raises:
             MisconfigurationException: the ranks were forked from this process, and have ended; or some rank did
@@ -123,7 +127,11 @@ class Checkpointing(DeepSpeedStrategy):
             self._wait_for_all("trainer.strategy.lightning_module_state_dict()", GATHERED_FROM_ALL)
         # Who looks at what a hook makes of its rank's weights is not to take the whole for a part.
         with self.pipeline.layers_of_user.lent(), torch._C.DisableTorchFunction():
-            return collect(self._module, self.pipeline, self._names)
+            state = collect(self._module, self.pipeline, self._names)
+        if self._dumps_weights:
+            return state
+        self._shown = hooks_on_state.shown_state(state, self.pipeline, self._names)
+        return dict(self._shown)
 
     @property
     def checkpoint_io_plugin(self) -> Any:
@@ -146,6 +154,10 @@ class Checkpointing(DeepSpeedStrategy):
         try:
             with self.pipeline.layers_of_user.lent():
                 state = dump(connector, bool(weights_only))
+                if not weights_only and len(state.get("optimizer_states", ())) != len(
+                    connector.trainer.optimizers
+                ):
+                    raise self._lightning.refusal(hooks_on_state.NO_OPTIMIZER)
                 state = self._spread.copies.saved(state, self.pipeline.mpu().get_pipe_parallel_group())
             if weights_only:
                 state.pop(COPIES, None)  # rank 0 writes the one file, in which they are whole
@@ -238,6 +250,10 @@ class Checkpointing(DeepSpeedStrategy):
         unfinished = atomic_folders.unfinished(path)
         state = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         outside = checkpoint_folders.outside_state(self._module, self.pipeline, self._names)
+        left = hooks_on_state.LeftByHooks([], {}, {})
+        if self._shown is not None:
+            group, shown, self._shown = self.pipeline.mpu().get_pipe_parallel_group(), self._shown, None
+            left = hooks_on_state.left_by_hooks(shown, checkpoint.get("state_dict"), group)
         shapes = checkpoint_folders.shapes_of_all(self.pipeline)
         self.deepspeed_engine.save_checkpoint(
             str(unfinished),
@@ -246,6 +262,7 @@ class Checkpointing(DeepSpeedStrategy):
                 **state,
                 checkpoint_folders.OUTSIDE_STATE: outside,
                 checkpoint_folders.DRAWS: self._batches.draws,
+                checkpoint_folders.GIVEN: left.own,
             },
         )
         self.barrier()
@@ -260,10 +277,15 @@ class Checkpointing(DeepSpeedStrategy):
             "ties": {str(layer): spec.key for layer, spec in specs if isinstance(spec, TiedLayerSpec)},
             "keys": sorted(state.keys() - {COPIES}),
             "has_optimizer": bool(self.optimizers),
+            "dropped": left.dropped,
+            "given": left.given,
         }
         from_rank_0(lambda: _finish(path, model))
         if self.local_rank == 0 and unfinished.exists():  # a node with a disk of its own
             _finish(path, model)
+        if left.dropped:
+            names = hooks_on_state.some(left.dropped)
+            warn_once("state that hooks leave out", hooks_on_state.LEFT_OUT.format(names=names, path=path))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load DeepSpeed's folder into the engine, or read an ordinary file, whose weights come later.
@@ -301,6 +323,9 @@ class Checkpointing(DeepSpeedStrategy):
             return saved
 
         saved = from_rank_0(check)
+        before = None
+        if saved.dropped or saved.given:
+            before = hooks_on_state.WeightsBefore(self._module, self.pipeline, self._names)
         if fitting and not saved.has_optimizer:
             self._lightning.warn(
                 f"{path} has no states of an optimizer, because it was saved after validate, test or predict: "
@@ -331,13 +356,24 @@ class Checkpointing(DeepSpeedStrategy):
         checkpoint_folders.load_outside_state(
             self._module, self.pipeline, checkpoint.get(checkpoint_folders.OUTSIDE_STATE, {})
         )
-        return checkpoint_folders.LoadedFolder(checkpoint)
+        loaded = checkpoint_folders.LoadedFolder(checkpoint)
+        if before is not None:
+            given = refused_together(lambda: checkpoint_folders.given_by_hooks(path, saved, reader))
+            own = checkpoint_folders.local_state(self._module, self.pipeline, self._names)
+            shown = hooks_on_state.shown_state(own, self.pipeline, self._names)
+            loaded["state_dict"], loaded.before = before.state(shown, saved.dropped, given), before
+            before.load(loaded["state_dict"], strict=False)
+        return loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights of an ordinary file; the engine has those of a folder already."""
+        """Load the weights of an ordinary file; the engine has those of a folder, but for what hooks change."""
         if "state_dict" not in checkpoint:
             return
         try:
+            before = getattr(checkpoint, "before", None)
+            if before is not None:
+                before.load(checkpoint["state_dict"], strict=strict)
+                return
             checkpoint_folders.load_consolidated(
                 self._module, self.pipeline, self._names, checkpoint["state_dict"], strict=strict
             )

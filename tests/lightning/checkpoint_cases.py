@@ -24,6 +24,7 @@ import torch
 from pytorch_lightning import callbacks as shipped
 from torch import nn
 
+from deepspeed_partition.engine.runtime import environment
 from tests.choice import is_chosen
 from tests.lightning import lightning_cases as cases
 from tests.lightning.lightning_cases import CUT, end, refused, seeded, trained
@@ -250,6 +251,91 @@ def names_and_values(host: cases.Host) -> dict[str, Any]:
             "resumed": end(again),
         }
     return records
+
+
+class Trims(cases.Classifier):
+    """Its hook leaves its first and its last layers out, casts one, sets one to 0 and adds an entry."""
+
+    strict_loading = False
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        self.names = list(state)
+        del state["head.bias"]
+        state["blocks.3.linear.weight"] = state["blocks.3.linear.weight"].half()
+        state["blocks.4.linear.bias"] = torch.zeros_like(state["blocks.4.linear.bias"])
+        checkpoint["state_dict"] = {
+            **{name: value for name, value in state.items() if not name.startswith("embed")},
+            "beside": torch.arange(3),
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen = {name: str(value.dtype) for name, value in checkpoint["state_dict"].items()}
+
+
+class Fills(Trims):
+    """Its hook puts in what is missing, and takes out what is too much."""
+
+    strict_loading = True
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        del state["beside"]
+        state["embed.weight"] = torch.full((cases.WIDTH, cases.NUM_FEATURES), 0.25)
+        state["embed.bias"] = torch.full((cases.WIDTH,), 0.5)
+        state["head.bias"] = torch.zeros(cases.NUM_CLASSES)
+        state["blocks.0.linear.bias"] = state["blocks.0.linear.bias"] + 1
+
+
+class Strict(Trims):
+    strict_loading = True
+
+
+class TakesAway(cases.Classifier):
+    """Its hook takes something out of the checkpoint."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self.key = key
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        del checkpoint[self.key]
+
+
+def states_of_hooks(host: cases.Host) -> dict[str, Any]:
+    """What ``on_save_checkpoint`` makes of the state is what is loaded, and what is resumed from."""
+    records: dict[str, Any] = {}
+    for name, arguments in (("flat", {}), ("flattened", {"strategy": {"stage": 1}})):
+        if not is_chosen(name):
+            continue
+        path = host.folder / "hooks" / f"{name}.ckpt"
+        module = seeded(Trims)
+        said: list[str] = []
+        with patch.object(environment, "log_here", lambda message, _, said=said: said.append(message)):
+            trained(host, module, max_epochs=1, **arguments).save_checkpoint(path)
+        loaded = seeded(Trims, seed=5)
+        state = Trims.load_from_checkpoint(path, strict=False).seen
+        again, filled = seeded(Trims, seed=5), seeded(Fills, seed=5)
+        host.trainer(strategy={"algorithm": CUT}).test(loaded, cases.loader(16), ckpt_path=path, verbose=False)
+        records[name] = {
+            "names": module.names,
+            "loaded": state,
+            "tested": [loaded.seen, outputs(loaded)],
+            "resumed": [end(trained(host, again, ckpt_path=path, **arguments)), again.seen],
+            "filled": end(trained(host, filled, ckpt_path=path, **arguments)),
+            "strict": refused(lambda: trained(host, seeded(Strict), ckpt_path=path, **arguments)) != "not refused",  # noqa: B023
+        }
+        if host.pipelined:
+            records[name]["said"] = said
+    return records
+
+
+def states_that_hooks_take_away(host: cases.Host) -> dict[str, Any]:
+    def saved(key: str) -> str:
+        trainer = trained(host, seeded(lambda: TakesAway(key)), max_epochs=1)
+        return refused(lambda: trainer.save_checkpoint(host.folder / "taken.ckpt"))
+
+    return {key: saved(key) for key in ("state_dict", "optimizer_states")}
 
 
 def files_of_one_device(host: cases.Host) -> dict[str, Any]:
@@ -592,7 +678,7 @@ def foreign_checkpoints(host: cases.Host) -> dict[str, Any]:
 SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     2: [
         model_checkpoints, resumed_by_word, whole_model_files, names_and_values, files_of_one_device,
-        folders_on_other_stages, resumed_on_other_stages,
+        folders_on_other_stages, resumed_on_other_stages, states_of_hooks,
     ],
     4: [whole_model_files],
 }  # fmt: skip
@@ -604,6 +690,7 @@ ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         wrong_checkpoints,
         flipped_bits,
         foreign_checkpoints,
+        states_that_hooks_take_away,
     ],
     4: [],
 }

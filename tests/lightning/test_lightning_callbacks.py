@@ -246,6 +246,23 @@ def test_a_wrong_checkpoint_is_refused_on_every_rank(two: Records, reason: str, 
     assert sentence in refusal and refusal.startswith("MisconfigurationException")
 
 
+@pytest.mark.parametrize("kind", ["flat", "flattened"])
+def test_what_a_hook_makes_of_the_state_of_a_checkpoint_is_loaded(two: Records, kind: str) -> None:
+    """It was lost, so that a layer that was left out came back trained, and no line said so."""
+    said = []
+    for rank in two.ranks:
+        found = dict(rank["states_of_hooks"][kind])
+        said += [line for line in found.pop("said") if "leaves embed.weight, embed.bias, head.bias out of" in line]
+        assert_same(found, two.reference["states_of_hooks"][kind])
+    assert len(said) == 1 or (kind == "flattened" and not said), "once in a job"
+
+
+@pytest.mark.parametrize("key", ["state_dict", "optimizer_states"])
+def test_a_hook_that_takes_the_state_away_is_refused(two: Records, key: str) -> None:
+    """Without ``optimizer_states`` a file with the layers of rank 0 alone was written."""
+    assert f'takes checkpoint["{key}"] away' in two.of("states_that_hooks_take_away")[key]
+
+
 def test_a_flipped_bit_is_told_by_the_name_of_its_file(two: Records) -> None:
     """One was never noticed, and 3 of 6 runs went on with other losses."""
     found = two.ranks[0]["flipped_bits"]  # which alone consolidates
