@@ -80,6 +80,7 @@ from lightning_madpipe.steps.runner import BatchRunner
 from lightning_madpipe.steps.unlike_ranks import compare_ranks
 from lightning_madpipe.steps.user_step import UserSteps
 from lightning_madpipe.steps.what_layers_set import LayerTraces, left_by_code
+from lightning_madpipe.steps.written_in_hooks import HookWriting
 
 MICRO_BATCHES_PER_STAGE = 4
 """Micro-batches per stage by default: P equal stages then work 4 P / (5 P - 1) of a step, over 80 %."""
@@ -286,6 +287,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         self._figures: LoggedFigures | None = None
         self._let_metrics_go: Callable[[], None] = lambda: None
         self._hook_watch: HookWatch | None = None
+        self._hook_writing: HookWriting | None = None
         self._optimizer_hooks: OptimizerHooks | None = None
         self._rests: Rests | None = None
         self._distributes_data: bool | None = None
@@ -492,6 +494,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         self._spread.buffers.share()
         self.model = module
         self._watch_dumps(trainer)
+        if self.pipeline.num_stages > 1:
+            self._hook_writing = HookWriting(trainer, module, self.pipeline.mpu())
         if trainer.state.fn == "fit":
             for note in notes_on_fit(trainer, module, self._lightning):
                 self._lightning.warn(note)
@@ -658,6 +662,9 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         if self._distributes_data is not None:
             self._module.trainer._accelerator_connector.use_distributed_sampler = self._distributes_data
             self._distributes_data = None
+        if self._hook_writing is not None:  # ranks have met since the last hook
+            self._hook_writing.end()
+            self._hook_writing = None
         with in_reach(self.lightning_module):
             super().teardown()  # which moves the module to the CPU
         self._spread.buffers.share()

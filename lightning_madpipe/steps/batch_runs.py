@@ -48,6 +48,8 @@ class BatchRun:
     """The whole batch as one micro-batch."""
     tensors: Tensors = ()
     """The tensors of the batch, in order, also those that a step takes out of it."""
+    given: Any = None
+    """The batch that hooks are given after the step."""
     number: int = 0
     """Counts batches that are kept while others are drawn; 0: it is not."""
     call: Any = None

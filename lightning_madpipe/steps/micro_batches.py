@@ -58,6 +58,8 @@ class MicroBatch:
     changed: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """The tensors of ``data`` that the step has changed in place, in a copy or itself, by their places, each with
     what the step has left."""
+    contents: list[Any] = field(default_factory=list)
+    """What the step has put into its batch, taken out and replaced, where somebody may read it."""
     log_calls: list[LogCall] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     """The calls of loggers and of ``self.print`` that the step made."""

@@ -18,6 +18,7 @@ from deepspeed_partition.engine.runtime.collectives import broadcast_object, gat
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.engine.runtime.first_failure import raised_by_all
 from lightning_madpipe.steps.batch_runs import BatchRun
+from lightning_madpipe.steps.changed_batches import Changed, change_alike, joined_changes, shown
 from lightning_madpipe.steps.list_in_words import some
 from lightning_madpipe.steps.logged_sizes import LoggedSizes
 from lightning_madpipe.steps.loss_mode import LossOfBatches
@@ -46,6 +47,8 @@ class Outcome(NamedTuple):
     """The states in which the steps have left the program's own random generators."""
     batches: list[dict[int, Tensor]]
     """The tensors of each batch that its step has changed in place, by their places in it."""
+    contents: list[list[Changed]]
+    """What its step has put into each batch, taken out and replaced."""
 
 
 class Outcomes:
@@ -156,6 +159,8 @@ class Outcomes:
                     for place, left in changed.items():
                         _write(run.tensors[place], left)
         assert outcome is not None, "the last stage has it and sends it"
+        for run, contents in zip(window, outcome.contents, strict=False):
+            change_alike(run.given, contents)
         self._steps.draws.put(outcome.draws)
         if step == "training_step":
             outcome = outcome._replace(error=self._error_anywhere(outcome.error))
@@ -188,7 +193,14 @@ class Outcomes:
         calls = [call for run in window for call in self._calls_of(run, step)]
         batches = [_written_back(run) for run in window]
         draws = self._steps.draws.left()
-        return Outcome(results, changes, calls, self._stops(window, step), error, draws, batches)
+        contents = [joined_changes(run.done, self._say) for run in window]
+        if any(contents[:-1]):
+            self._say(
+                f"{step} changes what its batch holds ({_names_in(contents)}), and with accumulate_grad_batches "
+                "it runs at the end of the window: hooks such as on_train_batch_end see it of the last batch of a "
+                "window only. Use it in the step, or do not accumulate"
+            )
+        return Outcome(results, changes, calls, self._stops(window, step), error, draws, batches, contents)
 
     def _tell_of_repeats(self, run: BatchRun, step: str, changes: Sequence[Change]) -> None:
         """Say once what a step does for each micro-batch, where no trial compares that with the batch."""
@@ -306,14 +318,20 @@ class Outcomes:
     def _with_parcel(self, outcome: Outcome, step: str) -> tuple[Outcome, bytes]:
         """Return ``outcome`` itself and as bytes for other processes, without what cannot leave this one."""
         if outcome.error is not None:
-            return outcome, pickle.dumps(Outcome([], [], [], outcome.should_stop, portable(outcome.error), {}, []))
+            return outcome, pickle.dumps(
+                Outcome([], [], [], outcome.should_stop, portable(outcome.error), {}, [], [])
+            )
         sent = packed(outcome)
         parcel, _ = pickled(sent)
         if parcel is not None:
             return outcome, parcel
         changes = [change for change in sent.changes if self._can_leave(f"{change.place}, set by {step},", change)]
         calls = [call for call in sent.calls if self._can_leave(f"{call}, called by {step},", call)]
-        parcel, reason = pickled(sent._replace(changes=changes, calls=calls))
+        contents = [
+            [each for each in batch if self._can_leave(f"{_names_in([[each]])}, set by {step},", each)]
+            for batch in sent.contents
+        ]
+        parcel, reason = pickled(sent._replace(changes=changes, calls=calls, contents=contents))
         if parcel is not None:
             return outcome, parcel
         error = self._refusal(f"what {step} returns cannot be sent to the other ranks ({reason})")
@@ -356,6 +374,14 @@ class Outcomes:
                 metric._forward_cache = value.batch_value  # what Lightning takes for the value on_step
                 log_call = {**log_call, "value": metric}
             self._module.log(**log_call)
+
+
+def _names_in(contents: Sequence[Sequence[Changed]]) -> str:
+    """The expressions that find in a batch what a step has changed."""
+    changes = [change for batch in contents for change in batch]
+    return some(
+        list(dict.fromkeys(shown((*path, key)) for path, gone, _, new in changes for key in (*gone, *new)))
+    )
 
 
 def _as_they_are(changes: list[Change], device: torch.device) -> list[Change]:

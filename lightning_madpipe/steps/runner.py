@@ -160,6 +160,7 @@ class BatchRunner:
         if comes_later:
             batch = copy_of_batch(drawn)
         self._window.append(self._run_of("training_step", batch, arguments))
+        self._window[-1].given = drawn
         if comes_later:
             self._num_kept += 1
             self._window[-1].number = self._num_kept
@@ -273,7 +274,7 @@ class BatchRunner:
         Returns:
             What the step returned, joined over the micro-batches, if somebody reads it; else its loss, or None.
         """
-        begins = self._reading.begins
+        begins, drawn = self._reading.begins, batch
         if self._window and step == "validation_step":
             self._reading.tell(note_on_validation_within_window(self._trainer, self._module))
         # In inference mode, which Lightning may have entered, the engine would allocate buffers that training
@@ -285,6 +286,7 @@ class BatchRunner:
             normal_tensors(batch) as batch,
         ):
             run = self._run_of(step, batch, arguments)
+            run.given = drawn
             if begins:
                 self._structure.check()
                 self._comparison.compare_if_changed(run)

@@ -23,6 +23,7 @@ from lightning_madpipe.compat.optimizer_counts import counts_told
 from lightning_madpipe.finding.step_call import line_of_users, replaced
 from lightning_madpipe.module import pipeline_of
 from lightning_madpipe.steps.batches import copy_of_object, is_object, map_children, tensors_of
+from lightning_madpipe.steps.changed_batches import Contents
 from lightning_madpipe.steps.ending_contexts import EndingContexts
 from lightning_madpipe.steps.hook_values import refuse_in_loss
 from lightning_madpipe.steps.layers_call import LayersCall
@@ -190,6 +191,8 @@ class StepRuns:
                     within.append(stack)
                 if begins is not None:
                     enter(begins())
+                is_read = what == "all" and micro_batch.keeps_returned and not rehearsing
+                before = Contents(data) if is_read else None
                 try:
                     returned = getattr(self._module, micro_batch.step)(data, *micro_batch.arguments)
                     micro_batch.changed = {
@@ -197,6 +200,7 @@ class StepRuns:
                         for place, (tensor, version) in enumerate(versions)
                         if tensor._version != version
                     }
+                    micro_batch.contents = [] if before is None else before.changed()
                     refuse_in_loss(returned)
                     return returned
                 except StopIteration as error:  # by which Lightning would end the epoch

@@ -129,9 +129,12 @@ class WritingTold:
         self._watched.setdefault(place, _Watched(owner, place[1], around))
 
     def _tell(self, does: str, verb: str = "writes", verb_to_do: str = "Write") -> None:
-        # Other threads may write, too; and what was imported meanwhile may have taken a function from here.
-        if self._thread == threading.get_ident():
+        if self._is_of_this_thread():
             self._say(self._sentence.format(does=f"{self._step} {does}", verb=verb, verb_to_do=verb_to_do))
+
+    def _is_of_this_thread(self) -> bool:
+        # Other threads may write, too; and what was imported meanwhile may have taken a function from here.
+        return self._thread == threading.get_ident()
 
     def _opening(self, opens: Callable[..., Any], name: str) -> Callable[..., Any]:
         def opened(file: Any, mode: str = "r", *arguments: Any, **keywords: Any) -> Any:

@@ -123,6 +123,35 @@ def test_layers_that_write_are_told(two: Records) -> None:
     assert not found["none"]
 
 
+@pytest.mark.parametrize("how", ["cut", "whole", "at once"])
+def test_hooks_see_what_a_step_does_to_its_batch(two: Records, how: str) -> None:
+    """They saw the batch as it was before the step: what it had put there was missing."""
+    for rank in two.ranks:
+        assert_same(rank["changed_batches"][how], two.reference["changed_batches"][how])
+
+
+def test_what_a_step_puts_into_its_batch_for_each_micro_batch_is_told(two: Records) -> None:
+    each, windows = (two.ranks[1]["changed_unevenly"][name] for name in ("each", "in windows"))
+    assert len(each) == 1 and "training_step changes batch['largest'], which hooks such as" in each[0]
+    assert any(
+        "(batch['logits']), and with accumulate_grad_batches it runs at the end" in line for line in windows
+    )
+
+
+def test_hooks_that_write_on_every_rank_are_told(two: Records) -> None:
+    """Each line stood in the file once for each rank, and nothing was said."""
+    found = two.ranks[1]["written_by_hooks"]
+    opens, prints = found["appended"]
+    assert opens.startswith("on_train_epoch_end of AppendsEpochs opens '") and "epochs.txt' for writing" in opens
+    assert prints.startswith("on_train_epoch_end of AppendsEpochs prints, and hooks run on each of the 2 ranks")
+    [predicts] = found["predicted"]
+    assert predicts.startswith("on_predict_batch_end of WritesPredictions opens '")
+
+
+def test_hooks_that_write_by_their_rank_are_not_told(two: Records) -> None:
+    assert [rank["written_by_hooks"]["by rank"] for rank in two.ranks] == [[], []]
+
+
 @pytest.mark.parametrize("module", ["Flow", "FlowAsForward", "SumsByItself", "ChangesBetween"])
 def test_tensors_that_calls_change_in_place_are_those_of_one_process(two: Records, module: str) -> None:
     """A sum of layers was 0, had no gradient, or was the last one everywhere: each was refused with other reasons.

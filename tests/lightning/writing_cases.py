@@ -28,13 +28,15 @@ from typing import Any, NamedTuple, cast
 from zipfile import ZipFile
 
 import torch
-from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.callbacks import BasePredictionWriter, Callback, ModelCheckpoint
+from pytorch_lightning.loggers import CSVLogger
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from tests.choice import is_chosen
 from tests.lightning import lightning_cases as cases
 from tests.lightning.hook_cases import lines
-from tests.lightning.lightning_cases import Host, seeded, trained
+from tests.lightning.lightning_cases import CUT, Host, seeded, trained
 
 
 class LogsLayers(cases.Classifier):
@@ -378,11 +380,158 @@ def drawn_from_tuples(host: Host) -> dict[str, Any]:
     return {"rows": recorder.rows, "next": next(module.pair.factors), "kind": type(module.pair).__name__}
 
 
+class Rows(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        inputs, labels = cases.samples(32).tensors
+        return {"x": inputs[number], "y": labels[number], "id": number, "more": {"name": str(number)}}
+
+
+class ChangesBatch(cases.Classifier):
+    """Its steps take things out of the batch, and put others there, which hooks read."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        labels = batch.pop("y")
+        del batch["id"]
+        logits = self(batch["x"])
+        batch["logits"], batch["more"]["labels"], batch["n"] = logits, labels, 3
+        batch["more"]["name"] = [name + "!" for name in batch["more"]["name"]]
+        batch["x"] = batch["x"] / 2
+        loss = F.cross_entropy(logits, labels)
+        batch["loss"] = loss.detach()
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        names = batch["more"]["name"]
+        numbers = {key: float(value.sum()) for key, value in batch.items() if key not in ("n", "more")}
+        self.seen += [list(batch), numbers, batch["n"], names, batch["more"]["labels"].tolist()]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        batch[0] = self(batch.pop(0))
+        batch.append(["last"])
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen += [len(batch), float(batch[0].sum()), batch[1]]
+
+
+def changed_batches(host: Host) -> dict[str, Any]:
+    """What a step does to its batch is what hooks are given after it."""
+    found: dict[str, Any] = {}
+    for name, strategy in (("cut", {}), ("whole", {"num_micro_batches": 1}), ("at once", {"loss": "batch"})):
+        module = seeded(ChangesBatch)
+        trained(
+            host, module, data=DataLoader(Rows(), 16), validation=cases.loader(16), max_epochs=1, strategy=strategy
+        )
+        found[name] = module.seen
+    return found
+
+
+class ChangesUnevenly(cases.Classifier):
+    """It puts a number of its micro-batches into the batch that is none of the batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        batch["largest"], batch["logits"] = batch["id"].max().item(), self(batch["x"])
+        return F.cross_entropy(batch["logits"], batch["y"])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.largest = batch.get("largest")
+
+
+def changed_unevenly(host: Host) -> dict[str, Any]:
+    found = {}
+    for name, number in (("each", 1), ("in windows", 2)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trained(
+                host, seeded(ChangesUnevenly), data=DataLoader(Rows(), 16), max_epochs=1,
+                accumulate_grad_batches=number, strategy={"loss": "mean"},
+            )  # fmt: skip
+        found[name] = [str(each.message) for each in caught if "batch['l" in str(each.message)]
+    return found
+
+
+class AppendsEpochs(cases.Classifier):
+    """Its hook appends a line to a file, and prints."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(optimizer="sgd")
+        self.path = path
+
+    def on_train_epoch_end(self) -> None:
+        with open(self.path, "a") as file:
+            file.write("an epoch\n")
+        print("an epoch")
+
+
+class WritesPredictions(BasePredictionWriter):
+    """Lightning calls it in a hook of its own."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("batch")
+        self.path = path
+
+    def write_on_batch_end(self, *_: Any) -> None:
+        torch.save({}, self.path)
+
+
+class WritesByRank(Callback):
+    """It writes files of its rank, and on rank 0, and saves."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        self.own = self.folder / f"{trainer.global_rank}.txt"
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.own.write_text("a batch")
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        torch.save({}, self.folder / f"{trainer.global_rank}.pt")
+        if trainer.is_global_zero:
+            print((self.folder / "zero.txt").write_text("an epoch"))
+        trainer.save_checkpoint(self.folder / "saved.ckpt")
+
+
+def written_by_hooks(host: Host) -> dict[str, Any]:
+    """What is said of hooks that write on every rank."""
+    with lines() as said:
+        trained(host, seeded(lambda: AppendsEpochs(host.folder / "epochs.txt")), max_epochs=2)
+    appended = [line for line in said if "hooks run" in line]
+    with lines() as said:
+        inputs = cases.samples(16).tensors[0]
+        writer = WritesPredictions(host.folder / "predicted.pt")
+        host.trainer(writer, strategy={"algorithm": CUT}).predict(seeded(), DataLoader(inputs, 8))
+    predicted = [line for line in said if "hooks run" in line]
+    with lines() as said:
+        logger, keeps = CSVLogger(host.folder), ModelCheckpoint(host.folder / "kept")
+        trained(
+            host,
+            seeded(),
+            WritesByRank(host.folder),
+            keeps,
+            max_epochs=2,
+            logger=logger,
+            enable_checkpointing=True,
+        )
+    return {
+        "appended": appended,
+        "predicted": predicted,
+        "by rank": [line for line in said if "hooks run" in line],
+    }
+
+
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
-    2: [numbers_of_layers, drawn_from_tuples, printed],
+    2: [numbers_of_layers, drawn_from_tuples, printed, changed_batches],
     4: [],
 }
 ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
-    2: [repeated, written_there, written_by_layers],
+    2: [repeated, written_there, written_by_layers, written_by_hooks, changed_unevenly],
     4: [],
 }
