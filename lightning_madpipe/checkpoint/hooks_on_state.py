@@ -29,7 +29,7 @@ NO_STATE = (
     'out its entries, as by checkpoint["state_dict"] = {}'
 )
 NO_OPTIMIZER = (
-    'on_save_checkpoint takes checkpoint["optimizer_states"] away, and DeepSpeed writes them all the same: leave '
+    'on_save_checkpoint takes checkpoint["optimizer_states"] away, and DeepSpeed writes them nevertheless: leave '
     "them there, or write weights alone, by save_checkpoint(path, weights_only=True) or "
     "ModelCheckpoint(save_weights_only=True)"
 )
