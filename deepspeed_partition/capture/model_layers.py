@@ -320,7 +320,8 @@ def programs_like(recipe: Recipe, graph: Graph, input_names: list[str]) -> list[
             )
         if any(name not in layers_of_name for name in names):
             raise CaptureError(
-                f"a module runs in only one mode or only one step, near {node.call.where}: {', '.join(names)}"
+                f"a module runs in only one mode or only one step, near {node.call.where}: {', '.join(names)}. "
+                "Run the same modules in both, or give pipeline layers by hand"
             )
         layer_of[node.number] = layer
         made_in.update(dict.fromkeys(node.makes, layer))

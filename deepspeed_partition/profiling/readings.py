@@ -27,7 +27,8 @@ def suspicious(chain: Chain, least_share: float = 0.0, *, in_a_run: bool = False
         if layer.backward_seconds == 0 and layer.num_trainable_parameters:
             sentences.append(
                 f"{where}: its backward took 0 s, although it has {layer.num_trainable_parameters} trainable "
-                f"parameters: no gradient reaches them"
+                "parameters: no gradient reached them. Where they are frozen for a while, the plan counts nothing "
+                "for what their backward will take"
             )
         for direction, median, spread in (
             ("forward", layer.forward_seconds, layer.forward_spread_seconds),
