@@ -24,7 +24,6 @@ import torch
 from pytorch_lightning import callbacks as shipped
 from torch import nn
 
-from deepspeed_partition.engine.runtime import environment
 from tests.choice import is_chosen
 from tests.lightning import lightning_cases as cases
 from tests.lightning.lightning_cases import CUT, end, refused, seeded, trained
@@ -311,7 +310,8 @@ def states_of_hooks(host: cases.Host) -> dict[str, Any]:
         path = host.folder / "hooks" / f"{name}.ckpt"
         module = seeded(Trims)
         said: list[str] = []
-        with patch.object(environment, "log_here", lambda message, _, said=said: said.append(message)):
+        log = "deepspeed_partition.engine.runtime.environment.log_here"
+        with patch(log, lambda message, _, said=said: said.append(message)):
             trained(host, module, max_epochs=1, **arguments).save_checkpoint(path)
         loaded = seeded(Trims, seed=5)
         state = Trims.load_from_checkpoint(path, strict=False).seen

@@ -269,8 +269,8 @@ def test_numbers_in_words_are_those_of_training() -> None:
     whole, tried, trained = ({"self.t": Trace(None, {"": torch.tensor([value])})} for value in (1.0, 7.0, 8.0))
     traces: Any = SimpleNamespace(is_mean_over=lambda *_: False)
     assert differences(traces, whole, tried, trained, even=False) == [("self.t", "self.t is 8 instead of 1")]
-    assert differences(traces, whole, tried, {}, even=False) == ["self.t is 7 instead of 1"]
-    [unlike] = differences(traces, whole, tried, whole, even=False)
+    assert differences(traces, whole, tried, {}, even=False) == [("self.t", "self.t is 7 instead of 1")]
+    [(_, unlike)] = differences(traces, whole, tried, whole, even=False)
     assert unlike == "self.t is 7 instead of 1 where its micro-batches are of unlike sizes"
     assert error_in_words(0.5) == "50.00% off"
     assert error_in_words(4e11) == "far off, for that of the batch is next to 0"  # was 44926466047763.83%
