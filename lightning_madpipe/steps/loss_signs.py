@@ -96,16 +96,16 @@ def are_in_proportion(divisors: Sequence[Sequence[Tensor]], *shares: Sequence[fl
     numbers = [each for part in divisors for each in part]
     if not numbers or len(set(map(len, divisors))) > 1:
         return True
-    # One wait for the device.
-    table = (
-        torch.stack([each.detach().to(numbers[0].device).double() for each in numbers])
-        .cpu()
-        .view(len(divisors), -1)
-    )
+    with _disable_current_modes():  # a number of Python's is no tensor to them
+        # One wait for the device.
+        stacked = torch.stack([each.detach().to(numbers[0].device).double() for each in numbers])
+        table = stacked.cpu().view(len(divisors), -1)
     eps = max((torch.finfo(each.dtype).eps for each in numbers if each.is_floating_point()), default=0.0)
     tolerance = max(1e-4, 4 * eps)
     fits = torch.zeros(table.shape[1], dtype=torch.bool)
     counts = torch.tensor(shares[-1]) > 0  # a part of which nothing counts may be divided by anything
+    if bool((table[counts] == 0).any()):  # a mask that leaves nothing of a part, and something of the batch
+        return False
     for share in (torch.ones(len(divisors)), *map(torch.tensor, shares)):
         ratios = table[counts] / share[counts].double().unsqueeze(1)
         fits |= ((ratios - ratios.mean(0)).abs() <= tolerance * ratios.abs().amax(0)).all(0)

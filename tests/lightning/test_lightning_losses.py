@@ -14,6 +14,7 @@ import numpy
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_partition.raw_states import RawState
 from lightning_madpipe.steps.batch_runs import SamplesSelectedError, cut_inputs, dims_of_outputs
@@ -224,6 +225,20 @@ def test_divisors_that_shares_do_not_go_by_are_seen() -> None:
     assert not are_in_proportion(parts, [1, 1], [0.5, 0.5])
     assert are_in_proportion([*parts, [torch.tensor(1.0), torch.tensor(1)]], [2, 4, 2], [0.3, 0.6, 0.0])
     assert are_in_proportion([[], []], [1, 1], [1, 1])
+    empty = [[torch.tensor(0.0)], [torch.tensor(0.0)]]  # a mask by position: all weights were NaN
+    assert not are_in_proportion(empty, [1, 1], [0.5, 0.5])
+
+
+def test_a_step_may_divide_by_a_number_while_it_is_measured() -> None:
+    """A number of Python's is no tensor to who watches all operations: ``loss / 2`` ended the first step."""
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    with Watching():
+        divisors = graph_of((torch.ones(3, requires_grad=True) ** 2).sum() / 2, ()).divisors
+        assert len(divisors) == 1 and are_in_proportion([divisors, divisors], [1, 1], [0.5, 0.5])
 
 
 def test_the_number_of_entries_is_told_of_tensors_that_nobody_joins() -> None:
