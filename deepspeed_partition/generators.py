@@ -38,7 +38,7 @@ OF_THREADS = frozenset(
 )
 """Modules of Python whose objects threads change at any time: who waits for one stands among its attributes."""
 _BYTES_OF_WORDS = 4 * (624 + 1)
-"""Of the state of NumPy's ``MT19937``: its words, and its place among them."""
+"""Bytes that NumPy's ``MT19937`` keeps: 624 words of 4 bytes, and the number of the next one of them."""
 _DEPTH = 3
 _MOST_MEMBERS = 1000
 

@@ -31,7 +31,7 @@ from deepspeed_partition import Plan
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from tests.engine import plans
 from tests.engine.pipelines import WIDTH, loss_fn, mlp, train_alone, two_groups
-from tests.engine.running import batches, cut, planned, same, start, train
+from tests.engine.running import batches, cut, planned, same, start, train, train_on_four_cuts
 from tests.engine.strangers_cases import said_here
 from tests.engine.warm_up_cases import heard
 
@@ -336,10 +336,7 @@ def counts_go_with_layers_that_move(_: Path) -> None:
         expected = train_alone(layers(), data, two_groups)
         with said_here() as said:
             engine, _, _ = start(layers(), [0, 3, 8], optimizer=two_groups)
-            losses = train(engine, data[:1])
-            for place, more in (([0, 4, 8], data[1:2]), ([0, 7, 8], data[2:3]), ([0, 2, 8], data[3:])):
-                engine.recut(place)
-                losses += train(engine, more)
+            losses = train_on_four_cuts(engine, data)
         lines = [
             line for of_rank in gather_objects(said) for line in of_rank if "was changed by its layer" in line
         ]
@@ -439,10 +436,7 @@ def objects_and_hidden_modules_go_with_layers(_: Path) -> None:
             same(expected, train_alone(layers(), data, two_groups))
         with said_here() as said:
             engine, _, _ = start(layers(), [0, 3, 8], optimizer=two_groups, seed_layers=seed_layers)
-            losses = train(engine, data[:1])
-            for place, more in (([0, 4, 8], data[1:2]), ([0, 7, 8], data[2:3]), ([0, 2, 8], data[3:])):
-                engine.recut(place)
-                losses += train(engine, more)
+            losses = train_on_four_cuts(engine, data)
         lines = [
             line for of_rank in gather_objects(said) for line in of_rank if "was changed by its layer" in line
         ]
@@ -504,10 +498,7 @@ def extra_states_go_with_layers(_: Path) -> None:
 
         expected = train_alone(layers(), data, two_groups)
         engine, _, _ = start(layers(), [0, 3, 8], optimizer=two_groups)
-        losses = train(engine, data[:1])
-        for place, more in (([0, 4, 8], data[1:2]), ([0, 7, 8], data[2:3]), ([0, 2, 8], data[3:])):
-            engine.recut(place)
-            losses += train(engine, more)
+        losses = train_on_four_cuts(engine, data)
         same(losses, expected)
 
 

@@ -109,6 +109,15 @@ def train(engine: MadPipeEngine, data: list[list[Any]]) -> list[float]:
     return losses
 
 
+def train_on_four_cuts(engine: MadPipeEngine, data: list[list[Any]]) -> list[float]:
+    """Train one step on the present cut of eight layers, and the others on three cuts to which layers move."""
+    losses = train(engine, data[:1])
+    for place, more in (([0, 4, 8], data[1:2]), ([0, 7, 8], data[2:3]), ([0, 2, 8], data[3:])):
+        engine.recut(place)
+        losses += train(engine, more)
+    return losses
+
+
 def same(actual: list[float], expected: list[float], digits: float = 1e-5) -> None:
     assert len(actual) == len(expected)
     difference = max(abs(a - b) / abs(b) for a, b in zip(actual, expected, strict=True))

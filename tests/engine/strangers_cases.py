@@ -45,6 +45,7 @@ from tests.engine.running import (
     same,
     start,
     train,
+    train_on_four_cuts,
 )
 from tests.engine.warm_up_cases import heard
 
@@ -955,10 +956,7 @@ def what_layers_count_goes_with_them(_: Path) -> None:
 
     expected = train_alone(layers(), data, two_groups)
     engine, _, _ = start(layers(), [0, 3, 8], optimizer=two_groups)
-    losses = train(engine, data[:1])
-    for place, more in (([0, 4, 8], data[1:2]), ([0, 7, 8], data[2:3]), ([0, 2, 8], data[3:])):
-        engine.recut(place)
-        losses += train(engine, more)
+    losses = train_on_four_cuts(engine, data)
     same(losses, expected)
 
 

@@ -63,13 +63,15 @@ class ObjectState:
     kind: str
     data: bytes
     stays: tuple[Stays, ...]
-    """What is in it that cannot be sent."""
+    """Parts of the object that cannot be sent to another process."""
     classes: tuple[tuple[str, str], ...]
-    """Classes in it that stand in no module, but within a function: the other process must have some of them."""
+    """Classes of objects within this one that are defined in a function, as (module, qualified name): another
+    process finds them only in an object of its own."""
     before: bytes | None = None
-    """The data of such an object that has not changed, if that is known."""
+    """Pickled form of the object as it was before a program changed it; None where that is not known."""
     shown: str = ""
-    """Its name, where something of it that cannot be sent has changed."""
+    """Name of the attribute that has the object, where a part of the object that cannot be sent has changed; else
+    empty."""
 
     @property
     def needs_another(self) -> bool:
