@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
-from types import FunctionType, ModuleType
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 import numpy
@@ -264,7 +264,14 @@ def _bounds(size: int, num_pieces: int, *, uneven: bool, ones_apart: bool) -> li
     return bounds
 
 
-def join_pieces(pieces: Sequence[Any], sizes: Sequence[int], where: str, *, mean: bool = False) -> Any:
+def join_pieces(
+    pieces: Sequence[Any],
+    sizes: Sequence[int],
+    where: str,
+    *,
+    mean: bool = False,
+    factors: Mapping[str, Sequence[float]] = MappingProxyType({}),
+) -> Any:
     """What a step returns for a whole batch, from what it returned for the micro-batches.
 
     Tensors and arrays whose dimension 0 counts the samples are joined along it, and so are lists of one item
@@ -276,6 +283,7 @@ def join_pieces(pieces: Sequence[Any], sizes: Sequence[int], where: str, *, mean
         sizes: Samples of each micro-batch.
         where: What the pieces are, for the message.
         mean: Take fractions, such as a loss, for means over the samples, and join them to the mean.
+        factors: Of each micro-batch in numbers that are sums with factors, by what ``where`` is of them.
 
     Raises:
         ValueError: what cannot be joined.
@@ -284,18 +292,21 @@ def join_pieces(pieces: Sequence[Any], sizes: Sequence[int], where: str, *, mean
     if any(type(piece) is not type(first) for piece in pieces):
         kinds = ", ".join(sorted({type(piece).__name__ for piece in pieces}))
         raise ValueError(f"{where} is of different types for the micro-batches of one batch, {kinds}: {JOINABLE}")
+    if where in factors and is_number(first):
+        return sum(piece * factor for piece, factor in zip(pieces, factors[where], strict=True) if factor)
     if isinstance(first, Tensor | numpy.ndarray) and all(
         piece.ndim and len(piece) == size for piece, size in zip(pieces, sizes, strict=True)
     ):
         return torch.cat(list(pieces)) if isinstance(first, Tensor) else numpy.concatenate(pieces)
-    if mean and _is_fraction(first):
+    if mean and is_fraction(first):
         total = sum(piece * size for piece, size in zip(pieces, sizes, strict=True))
         return total / sum(sizes)
     if _is_per_sample(pieces, sizes):
         return type(first)(item for piece in pieces for item in piece)
     if isinstance(first, Mapping | list | tuple) or (is_dataclass(first) and not isinstance(first, type)):
-        return _joined_fields(pieces, sizes, where, mean)
-    if isinstance(first, Tensor) or not all(_equal(piece, first) for piece in pieces[1:]):
+        return _joined_fields(pieces, sizes, where, mean, factors)
+    is_uncut = isinstance(first, Tensor) and not (mean and is_number(first))
+    if is_uncut or not all(_equal(piece, first) for piece in pieces[1:]):
         shown = f"of shape {tuple(first.shape)} " if isinstance(first, Tensor) else ""
         raise ValueError(
             f"{where}, a {type(first).__name__} {shown}for the first of {len(pieces)} micro-batches, cannot be "
@@ -304,14 +315,16 @@ def join_pieces(pieces: Sequence[Any], sizes: Sequence[int], where: str, *, mean
     return first
 
 
-def _joined_fields(pieces: Sequence[Any], sizes: Sequence[int], where: str, mean: bool) -> Any:
+def _joined_fields(
+    pieces: Sequence[Any], sizes: Sequence[int], where: str, mean: bool, factors: Mapping[str, Sequence[float]]
+) -> Any:
     names = _names(pieces[0])
     if any(_names(piece) != names for piece in pieces):
         raise ValueError(f"{where} has different fields for the micro-batches of one batch: {JOINABLE}")
     children = [list(_children(piece)) for piece in pieces]
     joined = iter(
         [
-            join_pieces(same, sizes, f"{where}[{name!r}]", mean=mean)
+            join_pieces(same, sizes, f"{where}[{name!r}]", mean=mean, factors=factors)
             for name, same in zip(names, zip(*children, strict=True), strict=True)
         ]
     )
@@ -326,7 +339,15 @@ def _names(piece: Any) -> list[Any]:
     return [f.name for f in fields(piece)] if is_dataclass(piece) else []
 
 
-def _is_fraction(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether this is one real number, also in a tensor."""
+    return isinstance(value, numbers.Real) or (
+        isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+    )
+
+
+def is_fraction(value: Any) -> bool:
+    """Whether this is one number that may have a fraction, also in a tensor."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and value.is_floating_point()
     return isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral)

@@ -70,7 +70,7 @@ from lightning_madpipe.steps.losses import (
     views_of,
     weights_of,
 )
-from lightning_madpipe.steps.step_results import RULES
+from lightning_madpipe.steps.step_results import RULES, does_with
 from lightning_madpipe.steps.step_runs import draws_in_words
 from lightning_madpipe.steps.trials import try_batch
 from lightning_madpipe.steps.what_steps_leave import said, said_of_unlike_sizes
@@ -443,8 +443,8 @@ class LossOfBatches:
             self._fitting_rules[name] = both or fitting
             if fitting and not both:
                 self._tell(
-                    f"training_step logs {name!r}, which no mean, weighted mean or sum of micro-batches gives in "
-                    f"each batch that was tried: from step {self._num_steps} on it is merged as fits this one. "
+                    f"training_step {does_with(name)}, which no mean, weighted mean or sum of micro-batches gives "
+                    f"in each batch that was tried: from step {self._num_steps} on it is merged as fits this one. "
                     "MadPipeStrategy(loss='batch') runs the step once per batch",
                     key=name,
                 )

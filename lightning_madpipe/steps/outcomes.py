@@ -180,7 +180,7 @@ class Outcomes:
         try:
             results = [result_of(run.done, rules, self._sizes_of(step)) for run in window]
         except ValueError as raised:
-            error = self._refusal(str(raised))
+            error = self._refusal(f"{raised}{self._way_to_one_run(step)}")
         changes = [*self._changes, *self._taken_changes(step)]
         changes += self._left_on_layers()
         self._before = self._steps.before_batch = None
@@ -201,6 +201,13 @@ class Outcomes:
                 "window only. Use it in the step, or do not accumulate"
             )
         return Outcome(results, changes, calls, self._stops(window, step), error, draws, batches, contents)
+
+    def _way_to_one_run(self, step: str) -> str:
+        """The option with which a step that has run for each micro-batch runs once for a batch, in words."""
+        # Other steps run once unless the loss is a mean, or outputs cannot be joined.
+        by_loss = step == "training_step" or self._losses.option == "mean"
+        option = "loss='batch'" if by_loss else "num_micro_batches=1"
+        return f"; or MadPipeStrategy({option}) runs {step} once per batch"
 
     def _tell_of_repeats(self, run: BatchRun, step: str, changes: Sequence[Change]) -> None:
         """Say once what a step does for each micro-batch, where no trial compares that with the batch."""

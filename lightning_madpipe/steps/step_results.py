@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import numbers
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
-from lightning_madpipe.steps.batches import join_pieces
+from lightning_madpipe.steps.batches import is_fraction, is_number, join_pieces
 from lightning_madpipe.steps.logged_sizes import LoggedSizes, LogKey
 from lightning_madpipe.steps.metrics import MetricValue
 from lightning_madpipe.steps.micro_batches import LogCall, MicroBatch
 
 RULES = ("samples", "loss", "sum")
-"""How logged means are merged: weighted by samples, or as the loss is, or summed; the likeliest comes first."""
+"""How logged means, and numbers that a step returns, are merged: weighted by samples, or as the
+loss is, or summed; the likeliest comes first."""
 
 
 class StepResult(NamedTuple):
@@ -38,7 +40,8 @@ def result_of(
     ``reduce_fx`` is sum, min or max, that is applied.
 
     Args:
-        log_rules: Of logged numbers that are merged otherwise, see :func:`merged_logs`.
+        log_rules: Of logged numbers that are merged otherwise, see :func:`merged_logs`, and of returned ones, by
+            :func:`result_name`.
         logged_sizes: What is known of the ``batch_size`` that the step logs with.
 
     Raises:
@@ -48,31 +51,76 @@ def result_of(
     losses = _as_floats([micro_batch.loss for micro_batch in with_loss])
     loss = _weighted_sum(losses, _shares_of(with_loss)) if losses else None
     log_calls = merged_logs(micro_batches, log_rules or {}, logged_sizes)
-    return StepResult(loss, log_calls, _joined_output(micro_batches))
+    return StepResult(loss, log_calls, _joined_output(micro_batches, log_rules or {}))
 
 
-def _joined_output(micro_batches: Sequence[MicroBatch]) -> Any:
+def _joined_output(micro_batches: Sequence[MicroBatch], rules: Mapping[str, str]) -> Any:
     first = micro_batches[0]
     if not first.keeps_returned:
         return None
     if len(micro_batches) == 1:
         return first.returned
     pieces, sizes = zip(*((piece.returned, piece.size) for piece in micro_batches), strict=True)
-    return join_pieces(pieces, sizes, f"what {first.step} returns", mean=first.step != "predict_step")
+    where, shares = f"what {first.step} returns", _shares_of(micro_batches)
+    of_rule: dict[str, list[float]] = {"sum": [1] * len(shares), "loss": shares}
+    factors = {
+        f"{where}{name.removeprefix(RETURNED)}": of_rule[rule]
+        for name, rule in rules.items()
+        if name.startswith(RETURNED) and rule in of_rule
+    }
+    return join_pieces(pieces, sizes, where, mean=first.step != "predict_step", factors=factors)
+
+
+RETURNED = "returned "
+
+
+def result_name(place: str) -> str:
+    """The name of a number that a step returns, among those of what it logs."""
+    return f"{RETURNED}{place}"
+
+
+def does_with(name: str) -> str:
+    """What a step does with a number, by its name, in words."""
+    return f"returns {name.removeprefix(RETURNED)}" if name.startswith(RETURNED) else f"logs {name!r}"
+
+
+def merged_results(micro_batches: Sequence[MicroBatch], rule: str) -> dict[str, float]:
+    """The numbers beside the loss that a step returns, merged by a rule; NaN where it gives none.
+
+    A whole number that is not the same for all micro-batches has no mean.
+    """
+    each = [_numbers_returned(micro_batch.returned) for micro_batch in micro_batches]
+    sizes, shares = [micro_batch.size for micro_batch in micro_batches], _shares_of(micro_batches)
+    merged = {}
+    for place, first in each[0].items():
+        values = [float(numbers.get(place, math.nan)) for numbers in each]
+        if rule == "samples":
+            is_mean = is_fraction(first) or len(set(values)) == 1
+            merged[place] = _weighted_mean(values, sizes) if is_mean else math.nan
+        elif rule == "loss":
+            merged[place] = _weighted_sum(values, shares) if is_fraction(first) else math.nan
+        else:
+            is_truth = isinstance(first, bool | numpy.bool_) or getattr(first, "dtype", None) == torch.bool
+            merged[place] = math.nan if is_truth else sum(values)
+    return merged
 
 
 def names_of_numbers(log_calls: Sequence[LogCall], returned: Any) -> set[str]:
     """The names of what a step logs, but for metrics, and of the numbers beside the loss that it returns."""
     logged = {call["name"] for call in log_calls if not isinstance(call["value"], MetricValue)}
-    return logged | {f"returned {name}" for name in returned_numbers(returned)}
+    return logged | {result_name(place) for place in returned_numbers(returned)}
 
 
 def returned_numbers(returned: Any) -> dict[str, float]:
     """The numbers beside the loss that a step returns, by where they stand."""
+    return {place: float(value) for place, value in _numbers_returned(returned).items()}
+
+
+def _numbers_returned(returned: Any) -> dict[str, Any]:
     return dict(_numbers_in(returned, "")) if isinstance(returned, Mapping) else {}
 
 
-def _numbers_in(value: Any, place: str) -> Iterator[tuple[str, float]]:
+def _numbers_in(value: Any, place: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for name, item in value.items():
             if place or name != "loss":
@@ -80,18 +128,18 @@ def _numbers_in(value: Any, place: str) -> Iterator[tuple[str, float]]:
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             yield from _numbers_in(item, f"{place}[{index}]")
-    elif isinstance(value, numbers.Real) or (
-        isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
-    ):
-        yield place, float(value)
+    elif is_number(value):
+        yield place, value
 
 
-def means_of(log_calls: Sequence[LogCall], names: Collection[str]) -> list[tuple[str, float]]:
-    """The numbers with these names that a step logs to be averaged."""
+def means_of(log_calls: Sequence[LogCall], returned: Any, names: Collection[str]) -> list[tuple[str, float]]:
+    """The numbers with these names that a step logs to be averaged, and that it returns."""
     calls = [call for call in log_calls if call["name"] in names and _is_mean(call)]
     plain = [call for call in calls if not isinstance(call["value"], MetricValue)]
     values = _as_floats([call["value"] for call in plain])
-    return list(zip((call["name"] for call in plain), values, strict=True))
+    logged = zip((call["name"] for call in plain), values, strict=True)
+    results = ((result_name(place), value) for place, value in returned_numbers(returned).items())
+    return [*logged, *((name, value) for name, value in results if name in names)]
 
 
 def merged_logs(

@@ -24,7 +24,6 @@ from lightning_madpipe.compat.elsewhere import ElsewhereError
 from lightning_madpipe.module import outside_pipeline
 from lightning_madpipe.steps.batch_numbers import NUMBER, BatchNumbers, Use, Watch, other_answers
 from lightning_madpipe.steps.batch_runs import WAY_OUT, BatchRun, cut_inputs
-from lightning_madpipe.steps.batches import join_pieces
 from lightning_madpipe.steps.logged_sizes import told_apart
 from lightning_madpipe.steps.losses import (
     TOLERANCE,
@@ -42,7 +41,15 @@ from lightning_madpipe.steps.losses import (
     weights_of,
 )
 from lightning_madpipe.steps.micro_batches import MicroBatch
-from lightning_madpipe.steps.step_results import RULES, merged_logs, returned_numbers, rule_of, sizes_logged
+from lightning_madpipe.steps.step_results import (
+    RULES,
+    merged_logs,
+    merged_results,
+    result_name,
+    returned_numbers,
+    rule_of,
+    sizes_logged,
+)
 from lightning_madpipe.steps.tensor_comparison import as_real
 from lightning_madpipe.steps.user_step import NoLossError, UserSteps
 from lightning_madpipe.steps.what_steps_leave import StepTraces, differences
@@ -185,6 +192,10 @@ def _compared(
     assert shares is not None, "it fits"
     _note_logs(alike, pieces, shares)
     run.whole.log_calls = whole.log_calls
+    cuts = [alike, trained] if trained else [alike]
+    logs = _logs(run, cuts, tolerance)
+    result_rules, wrong_results = _results(whole.returned, cuts, tolerance)
+    logs["log_rules"].update(result_rules)
     return Finding(
         factors=factors,
         fitting=fitting,
@@ -198,8 +209,8 @@ def _compared(
         traces=tuple(
             differences(traces, left_by_whole, left_by_pieces, left_as_trained, total % len(run.sizes) == 0)
         ),
-        **_logs(run, [alike, trained] if trained else [alike], tolerance),
-        wrong_results=tuple(wrong_results(whole, pieces, run.sizes, tolerance)),
+        **logs,
+        wrong_results=wrong_results,
     )
 
 
@@ -240,7 +251,7 @@ def _tried_parts(
 
 def _note_logs(parts: Sequence[MicroBatch], pieces: Sequence[Tried], shares: numpy.ndarray) -> None:
     for part, piece, share in zip(parts, pieces, shares, strict=True):
-        part.log_calls, part.share = piece.log_calls, float(share)
+        part.log_calls, part.share, part.returned = piece.log_calls, float(share), piece.returned
 
 
 def _error_of_mean(whole: Tried, pieces: Sequence[Tried], sizes: Sequence[int]) -> float | None:
@@ -457,25 +468,33 @@ def _logs(run: BatchRun, cuts: Sequence[Sequence[Any]], tolerance: float) -> dic
     }
 
 
-def wrong_results(
-    whole: Tried, pieces: Sequence[Tried], sizes: Sequence[int], tolerance: float
-) -> Iterator[tuple[str, float, float]]:
-    """Numbers that the step returns for the batch, and that come out otherwise of its micro-batches."""
-    try:
-        joined = join_pieces([piece.returned for piece in pieces], sizes, "what it returns", mean=True)
-    except (
-        ValueError
-    ):  # which ends the step, but not where all micro-batches are of one size, and return one count
-        parts = [returned_numbers(piece.returned) for piece in pieces]
-        for name, value in returned_numbers(whole.returned).items():
-            if value.is_integer() and len({part.get(name) for part in parts}) > 1:
-                yield name, min(part.get(name, numpy.nan) for part in parts), value
-        return
-    merged = returned_numbers(joined)
-    for name, value in returned_numbers(whole.returned).items():
-        found, limit = merged.get(name, numpy.nan), max(tolerance, 1e-5) * max(abs(value), 1e-6)
-        if not (abs(found - value) <= limit or found == value or (numpy.isnan(found) and numpy.isnan(value))):
-            yield name, found, value
+def _results(
+    returned: Any, cuts: Sequence[Sequence[MicroBatch]], tolerance: float
+) -> tuple[dict[str, frozenset[str]], tuple[tuple[str, float, float], ...]]:
+    """How each number that the step returns comes from those of the micro-batches, and those that do not.
+
+    Args:
+        returned: What the step returns for the batch.
+        cuts: The micro-batches of each way to cut the batch, the one that it is trained in last.
+
+    Returns:
+        Nothing is said of what cannot be joined, which is refused where it is trained.
+    """
+    found = [{rule: merged_results(parts, rule) for rule in RULES} for parts in cuts]
+    rules, wrong = {}, []
+    for place, value in returned_numbers(returned).items():
+        limit = max(tolerance, 1e-5) * max(abs(value), 1e-6)
+        numbers = [{rule: each[rule].get(place, numpy.nan) for rule in RULES} for each in found]
+        rules[result_name(place)] = fitting = frozenset(
+            rule for rule in RULES if all(_is_near(each[rule], value, limit) for each in numbers)
+        )
+        if not fitting and not numpy.isnan(numbers[-1]["samples"]):
+            wrong.append((place, numbers[-1]["samples"], value))
+    return rules, tuple(wrong)
+
+
+def _is_near(found: float, value: float, limit: float) -> bool:
+    return abs(found - value) <= limit or found == value or bool(numpy.isnan(found) and numpy.isnan(value))
 
 
 def _numbers(log_calls: Sequence[Mapping[str, Any]]) -> list[tuple[tuple[str, int], float]]:

@@ -52,7 +52,7 @@ from lightning_madpipe.steps.losses import TOLERANCE, Tried
 from lightning_madpipe.steps.micro_batches import LogCall, MicroBatch
 from lightning_madpipe.steps.other_weights import loss_depends_on_weights, other_weight, uses_weights
 from lightning_madpipe.steps.own_generators import OwnGenerators
-from lightning_madpipe.steps.step_results import means_of, names_of_numbers
+from lightning_madpipe.steps.step_results import does_with, means_of, names_of_numbers
 from lightning_madpipe.steps.step_runs import StepRuns
 from lightning_madpipe.steps.step_side_effects import Change, Leftovers, Place, reached_objects
 from lightning_madpipe.steps.tensor_comparison import as_real, has_gradient
@@ -68,7 +68,7 @@ SKIPPING = (
 
 
 UNSETTLED = (
-    "{step} logs {name!r}, and no batch that was tried shows whether that of a batch is the mean over samples, is "
+    "{step} {does}, and no batch that was tried shows whether that of a batch is the mean over samples, is "
     "weighted as the loss is, or is a sum: until one does, it is the mean over samples. "
     "MadPipeStrategy(loss='batch') runs the step once per batch"
 )
@@ -147,7 +147,8 @@ class UserSteps:
         """What each step has changed in trials, and how."""
         self._times_changed = 0
         self.unsettled: Mapping[str, frozenset[str]] = {}
-        """Logged means of which nothing that was tried shows how they are merged, each with the rules that may."""
+        """Means, logged or returned, of which nothing that was tried shows how they are merged, each with the
+        rules that may."""
         self._first_logged: dict[str, float] = {}
         """What the first micro-batch of this batch logs of them."""
         self._times_unsettled = 0
@@ -480,7 +481,7 @@ class UserSteps:
             self._first_logged = {}
             if micro_batch.is_last:
                 return
-        for name, value in means_of(micro_batch.log_calls, self.unsettled):
+        for name, value in means_of(micro_batch.log_calls, micro_batch.returned, self.unsettled):
             first = self._first_logged.setdefault(name, value)
             other = 0.0 if "sum" in self.unsettled[name] else first
             if math.isclose(value, other, rel_tol=TOLERANCE) or micro_batch.is_retried:
@@ -490,7 +491,7 @@ class UserSteps:
                 micro_batch.is_retried = True
                 self._give_up(micro_batch)
             self.has_seen_sign = True
-            self._say(UNSETTLED.format(step=micro_batch.step, name=name))
+            self._say(UNSETTLED.format(step=micro_batch.step, does=does_with(name)))
 
     def _give_up(self, micro_batch: MicroBatch) -> None:
         if not self.gives_up:

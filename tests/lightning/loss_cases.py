@@ -440,6 +440,32 @@ class NamedLate(Layers):
         assert "accuracy" in outputs
 
 
+class ReturnsCounts(Layers):
+    """Returns counts of samples beside the loss, none in the first batch, and hooks read them. It was refused."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        hits = (logits.argmax(1) == y) & (batch_idx > 0)
+        totals = {"correct": hits.sum(), "as float": hits.sum().float(), "samples": len(y), "step": batch_idx}
+        return {"loss": F.cross_entropy(logits, y), "totals": totals, "share": hits.float().mean()}
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        numbers = {**outputs["totals"], "share": outputs["share"]}
+        self.log_dict({name: float(value) for name, value in numbers.items()}, on_step=True, on_epoch=True)
+
+
+class ReturnsPeak(Layers):
+    """Returns a number that is neither a sum nor the same, and it is a whole one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        return {"loss": F.cross_entropy(self(x), y), "highest": (x[:, 0] * 100).long().max()}
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.log("highest", float(outputs["highest"]))
+
+
 class Missing(Layers):
     """Targets that are NaN count for nothing."""
 
@@ -931,6 +957,7 @@ def losses(host: Host) -> dict[str, Any]:
         "cools in step 3": lambda: fitted(host, CoolsInThird, labelled(54), max_epochs=1),
         "masks in step 3": lambda: fitted(host, MasksInThird, labelled(54), max_epochs=1),
         "named late": lambda: fitted(host, NamedLate, labelled(54), max_epochs=1),
+        "returned counts": lambda: fitted(host, ReturnsCounts, labelled(54)),
         "logged late": lambda: fitted(host, LoggedLate, texts(16) * 6, max_epochs=1),
         "in place": lambda: fitted(host, InPlace, labelled(54), labelled(21, 3)),
         "in place contrastive": lambda: fitted(
@@ -1073,6 +1100,10 @@ def planned(host: Host) -> dict[str, Any]:
         "accepted": with_auxiliary(host, "mean")["found"]["once"],
         "raising otherwise": refused(lambda: fitted(host, RatedByBatches, labelled(32), max_epochs=1)),
         "raising for batches": refused(lambda: fitted(host, RaisingForBatches, labelled(32), max_epochs=1)),
+        "returned peak": refused(lambda: fitted(host, ReturnsPeak, labelled(32), max_epochs=1)),
+        "returned peak, once": refused(
+            lambda: fitted(host, ReturnsPeak, labelled(32), max_epochs=1, strategy={"loss": "batch"})
+        ),
         "selected after": fitted(host, Chosen, later_chosen(64, 32), max_epochs=1)["found"]["once"],
     }
 

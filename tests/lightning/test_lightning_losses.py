@@ -31,7 +31,7 @@ from lightning_madpipe.steps.losses import (
     views_of,
     weights_of,
 )
-from lightning_madpipe.steps.trials import _logs, wrong_results
+from lightning_madpipe.steps.trials import _logs, _results
 from lightning_madpipe.steps.what_steps_leave import Trace, differences, numbers_of
 from tests.lightning.test_lightning_pipeline import Records, assert_same, records_of
 
@@ -88,6 +88,7 @@ FOUND: dict[str, tuple[bool, list[Any]]] = {
     "cools in step 3": (True, ["samples"]),
     "masks in step 3": (True, ["samples"]),
     "named late": (False, ["samples"]),
+    "returned counts": (False, ["samples"]),
     "logged late": (False, LABELS),
     "in place": (False, ["samples"]),
     "in place contrastive": (True, ["samples"]),
@@ -119,6 +120,8 @@ def test_a_loss_trains_as_in_one_process(two: Records, case: str) -> None:
         [returned] = [each for each in found["said"] if "training_step returns ['extremes'][0]" in each]
         assert all("loss='batch'" in each for each in (logged, returned))
         assert actual["metrics"].pop("largest") != expected["metrics"].pop("largest")
+    if case == "returned counts":
+        assert not any("training_step returns" in each for each in found["said"])
     assert_same(actual, expected)
     said = [each for each in found["said"] if re.search("the loss of training_step (is|may be) no mean", each)]
     if case in ("of features", "by counts"):  # from the first step on
@@ -273,10 +276,20 @@ def test_a_number_that_two_ways_to_merge_give_by_chance_is_not_settled() -> None
 
 def test_a_count_of_samples_that_a_step_returns_is_told_of() -> None:
     """Micro-batches of one sample return 1 each, which hooks got for the 8 of a batch; only a trial can tell."""
-    whole, *pieces = (SimpleNamespace(returned={"loss": 1.0, "n": size}) for size in (8, 2, 1, 1, 4))
-    found = wrong_results(cast(Any, whole), cast(Any, pieces), [2, 1, 1, 4], 1e-5)
-    assert list(found) == [("['n']", 1.0, 8.0)]
-    assert not list(wrong_results(cast(Any, whole), cast(Any, [whole, whole]), [4, 4], 1e-5))
+
+    def part(size: int) -> SimpleNamespace:
+        returned = {"loss": 1.0, "n": size, "squared": size**2, "same": 3, "any": True}
+        return SimpleNamespace(returned=returned, size=size, share=None)
+
+    tried, trained = [part(size) for size in (2, 1, 1, 4)], [part(1) for _ in range(8)]
+    rules, wrong = _results(part(8).returned, cast(Any, [tried, trained]), 1e-5)
+    assert rules["returned ['n']"] == {"sum"} and rules["returned ['same']"] == {"samples"}
+    assert rules["returned ['any']"] == {"samples"}  # truths are no numbers that are summed
+    assert wrong == (("['squared']", 1.0, 64.0),)
+    assert not _results(part(8).returned, cast(Any, [tried]), 1e-5)[1], "it is refused where it is trained"
+    none: Any = SimpleNamespace(returned={"n": 0}, size=1, share=None)
+    unsettled, _ = _results({"n": 0}, [[none, none]], 1e-5)
+    assert unsettled["returned ['n']"] == {"samples", "sum"}
 
 
 def test_numbers_in_words_are_those_of_training() -> None:
@@ -290,6 +303,14 @@ def test_numbers_in_words_are_those_of_training() -> None:
     assert error_in_words(0.5) == "50.00% off"
     assert error_in_words(4e11) == "far off, for that of the batch is next to 0"  # was 44926466047763.83%
     assert error_in_words(None) == "no number, as of a micro-batch in which nothing counts"
+
+
+def test_a_whole_number_that_no_sum_gives_is_refused_with_the_way_out(two: Records) -> None:
+    """A line said what hooks are given, and the run was refused then, without a way out that works."""
+    refusal = two.of("planned")["returned peak"]
+    assert "what training_step returns['highest'], a Tensor of shape ()" in refusal
+    assert "; or MadPipeStrategy(loss='batch') runs training_step once per batch" in refusal
+    assert two.of("planned")["returned peak, once"] == "not refused"
 
 
 def test_samples_that_are_selected_before_the_layers_are_refused(two: Records) -> None:
