@@ -454,17 +454,38 @@ def name_of_function(function: Any) -> str:
 
 def layers_of_statistics(modules: Iterator[tuple[str, nn.Module]]) -> Iterator[str]:
     """The names of the modules that compute with statistics of the batch, in the modes that they are in."""
+    return (
+        f"{name} ({type(part).__name__})"
+        for name, part in modules
+        if uses_statistics(part, getattr(part, "running_mean", None) is not None)
+    )
+
+
+def uses_statistics(part: nn.Module, keeps: bool) -> bool:
+    """Whether a module computes with statistics of the batch, in its mode.
+
+    Args:
+        keeps: Whether it has running statistics.
+    """
+    if isinstance(part, nn.modules.batchnorm._BatchNorm):
+        return part.training or not keeps
+    if isinstance(part, nn.modules.instancenorm._InstanceNorm):
+        return False
+    # Of other libraries, such as batch renormalization.
+    frozen = "frozen" in type(part).__name__.lower()
+    return part.training and keeps and hasattr(part, "running_var") and not frozen
+
+
+def layers_of_instances(modules: Iterator[tuple[str, nn.Module]]) -> Iterator[str]:
+    """The names of the modules that treat each sample by itself in training, and keep averages over samples."""
     for name, part in modules:
-        kept = getattr(part, "running_mean", None) is not None
-        if isinstance(part, nn.modules.batchnorm._BatchNorm):
-            counts = part.training or not kept
-        elif isinstance(part, nn.modules.instancenorm._InstanceNorm):
-            counts = part.training and kept
-        else:  # of other libraries, such as batch renormalization
-            frozen = "frozen" in type(part).__name__.lower()
-            counts = part.training and kept and hasattr(part, "running_var") and not frozen
-        if counts:
+        if averages_instances(part, getattr(part, "running_mean", None) is not None):
             yield f"{name} ({type(part).__name__})"
+
+
+def averages_instances(part: nn.Module, keeps: bool) -> bool:
+    """Whether a module is such a one, in its mode; ``keeps``: whether it has running statistics."""
+    return isinstance(part, nn.modules.instancenorm._InstanceNorm) and part.training and keeps
 
 
 def layers_of_observers(modules: Iterator[tuple[str, nn.Module]]) -> Iterator[str]:
@@ -507,6 +528,21 @@ def notes_on_statistics(names: Sequence[str], sizes: Sequence[int]) -> Iterator[
             f"batch normalization ({_first_of(names)}) has the statistics of a micro-batch, {max(sizes)} of the "
             f"{sum(sizes)} samples: another training than in one process. Ways out: num_micro_batches=1, "
             "nn.GroupNorm, .eval()"
+        )
+
+
+def notes_on_instances(names: Sequence[str], sizes: Sequence[int]) -> Iterator[str]:
+    """Yield what instance normalization keeps otherwise than in one process, and what can be done about it.
+
+    Args:
+        names: Of the layers of instance normalization with running statistics.
+        sizes: Of the micro-batches of a batch.
+    """
+    if names:
+        yield (
+            f"instance normalization ({_first_of(names)}) updates its running statistics once per micro-batch, "
+            f"{len(sizes)} times for a batch: evaluation has others than in one process. Ways out: "
+            "num_micro_batches=1, track_running_stats=False"
         )
 
 

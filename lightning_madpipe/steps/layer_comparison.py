@@ -20,13 +20,17 @@ from deepspeed_partition.profiling.sources import users_names
 from lightning_madpipe.compat.collective_calls import IN_A_LAYER, collectives_refused
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.unsupported import (
+    averages_instances,
+    layers_of_instances,
     layers_of_observers,
     layers_of_statistics,
     notes_on_draws,
     notes_on_hooks,
+    notes_on_instances,
     notes_on_observers,
     notes_on_parts,
     notes_on_statistics,
+    uses_statistics,
 )
 from lightning_madpipe.steps.batch_runs import BatchRun, as_tuple
 from lightning_madpipe.steps.batches import some_of
@@ -228,9 +232,13 @@ class LayerComparison:
         if self._module.training and len(sizes) > 1:
             statistics = self.layers_of_statistics()
             notes += notes_on_statistics(statistics, sizes)
+            instances = self._layers_of_all_ranks(
+                layers_of_instances, functools.partial(self._opened, averages_instances)
+            )
+            notes += notes_on_instances(instances, sizes)
             observers = self._layers_of_all_ranks(layers_of_observers)
             notes += notes_on_observers(observers, sizes)
-            statistics += observers
+            statistics += [*instances, *observers]
         if len(sizes) > 1:
             mixing = [name for name in on_parts.mixing if name not in (*statistics, *self._named)]
             keeping = [name for name in on_parts.keeping if name not in self._named]
@@ -332,7 +340,7 @@ class LayerComparison:
                 raise self._lightning.refusal(found[0]) from None
 
     def layers_of_statistics(self) -> list[str]:
-        return self._layers_of_all_ranks(layers_of_statistics, self._opened_statistics)
+        return self._layers_of_all_ranks(layers_of_statistics, functools.partial(self._opened, uses_statistics))
 
     def _layers_of_all_ranks(
         self,
@@ -348,11 +356,11 @@ class LayerComparison:
         everyone = gather_objects(mine, self._pipeline.mpu().get_pipe_parallel_group())
         return list(dict.fromkeys(name for names in everyone for name in names))
 
-    def _opened_statistics(self, parts: Sequence[nn.Module]) -> Iterator[str]:
+    def _opened(self, counts: Callable[[nn.Module, bool], bool], parts: Sequence[nn.Module]) -> Iterator[str]:
         """Normalization of which layers run the code alone, as within ``torch.no_grad()``, by its own mode."""
         captured = self._pipeline.call_of_module.captured
         for part in parts:
             if isinstance(part, Branch) and "running_mean" in part._buffers:
                 own = captured.root.get_submodule(part.path)
-                if own.training and "frozen" not in type(own).__name__.lower():
+                if counts(own, part._buffers["running_mean"] is not None):
                     yield f"{users_names.get(own, part.path)} ({type(own).__name__})"

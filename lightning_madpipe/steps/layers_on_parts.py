@@ -45,7 +45,7 @@ from deepspeed_partition.generators import COMMON, GENERATORS, generator_state, 
 from deepspeed_partition.layer_calls import unpacking
 from deepspeed_partition.profiling.attributes import attributes_kept, attributes_of
 from deepspeed_partition.profiling.isolation import stand_ins
-from lightning_madpipe.compat.unsupported import layers_of_statistics
+from lightning_madpipe.compat.unsupported import layers_of_instances, layers_of_statistics
 from lightning_madpipe.module import PipelineCall, TiedModule
 from lightning_madpipe.steps.deciding_layers import lines_that_decide
 from lightning_madpipe.steps.gradients_on_parts import (
@@ -658,7 +658,7 @@ def dropouts(modules: Sequence[nn.Module], names: Mapping[nn.Module, str]) -> It
 
 
 def _has_statistics(part: nn.Module) -> bool:
-    return any(True for _ in layers_of_statistics(iter([("", part)])))
+    return any(True for found in (layers_of_statistics, layers_of_instances) for _ in found(iter([("", part)])))
 
 
 def _changes(own: Tensor, other: Tensor, share: float = 0.1) -> Tensor:

@@ -81,7 +81,7 @@ class Finding:
     relative_error: float | None = None
     """The relative error of the mean over samples as the loss of the batch."""
     log_rules: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """The rules of ``RULES`` by each of which a number of micro-batches, logged or returned, is that of a batch."""
+    """The rules of ``RULES`` by each of which a number of micro-batches, logged or returned, is right."""
     constant_sizes: tuple[LogKey, ...] = ()
     """The calls of ``self.log`` whose ``batch_size`` is the same for the batch and for its micro-batches."""
     counted_sizes: tuple[LogKey, ...] = ()

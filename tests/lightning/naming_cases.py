@@ -225,6 +225,15 @@ class BatchNormalized(cases.SequentialClassifier):
         self.net[2].register_full_backward_hook(lambda *_: None)
 
 
+class InstanceNormalized(cases.SequentialClassifier):
+    """Normalizes each sample by itself, with running statistics and without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kept, plain = nn.InstanceNorm1d(4, track_running_stats=True), nn.InstanceNorm1d(4)
+        self.net.insert(1, nn.Sequential(nn.Unflatten(1, (4, -1)), kept, plain, nn.Flatten()))
+
+
 class Centered(nn.Module):
     """Mixes samples, keeps a count and an average, and draws, all without a buffer."""
 
@@ -403,6 +412,7 @@ def said_of_layers(host: Host) -> dict[str, Any]:
         "batch normalization": warned(warmup_epochs=0),
         "one micro-batch": warned(num_micro_batches=1, warmup_epochs=0),
         "one sample": refused(BatchNormalized(), num_samples=20, warmup_epochs=0),
+        "instances": warned(InstanceNormalized, warmup_epochs=0),
         "centered": warned(CenteredClassifier, warmup_epochs=0),
         "changed later": warned(ChangedLater, warmup_epochs=0, max_epochs=4),
         "changed within": warned(ChangedWithin, algorithm=[0, 5, 10], num_samples=96),

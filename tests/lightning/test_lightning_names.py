@@ -91,6 +91,13 @@ def test_batch_normalization_and_hooks_are_told_once(two: Records) -> None:
     assert others["batch normalization"] == [] and len(said["one micro-batch"]) == 2
 
 
+def test_instance_normalization_is_told_by_its_own_name(two: Records) -> None:
+    """It was called batch normalization, and without running statistics it treats each sample by itself."""
+    [about] = two.ranks[0]["said_of_layers"]["instances"]
+    assert "instance normalization (self.net.1.1 (InstanceNorm1d)) updates its running statistics once" in about
+    assert "4 times for a batch" in about and "track_running_stats=False" in about
+
+
 def test_observers_of_quantization_are_told_once(two: Records) -> None:
     """A range that got its shape with first data ended in torch's words; others trained otherwise in silence."""
     said = two.ranks[0]["said_of_layers"]["observed"]
