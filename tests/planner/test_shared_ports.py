@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -13,55 +11,82 @@ from deepspeed_partition import Chain, LayerProfile, Plan, Platform, make_plan
 from deepspeed_partition.cli import cli
 from deepspeed_partition.planner.step import one_f_one_b_order
 from deepspeed_partition.planner.units import format_seconds
-from deepspeed_partition.schedule.instructions import Message
-from deepspeed_partition.schedule.shared_ports import _Flow, _Network, shared_step_seconds
+from deepspeed_partition.schedule.shared_ports import shared_step_seconds
 
-THREE = [Message("F", boundary, 0) for boundary in range(3)]
+Seconds = tuple[float, float]
+"""Seconds of a forward and of a backward."""
 
 
-def arrivals(
-    bandwidths: Mapping[Hashable, float],
-    through: Mapping[tuple[int, int], list[Hashable]],
-    begins: Mapping[tuple[int, int], float],
-    latency_seconds: float = 0.0,
-) -> dict[tuple[int, int], float]:
-    """Seconds at which messages of ten bytes arrive that are sent and posted at given seconds."""
-    network, now, found = _Network(bandwidths, through), 0.0, {}
-    to_begin, messages = dict(begins), dict(zip(begins, THREE, strict=False))
-    while len(found) < len(begins):
-        for ends in [ends for ends, second in to_begin.items() if second <= now + 1e-12]:
-            del to_begin[ends]
-            network.send(ends, _Flow(messages[ends], latency_seconds, 10.0))
-            network.post(ends, messages[ends])
-        seconds = min([network.next_seconds(), *[second - now for second in to_begin.values()]])
-        assert not math.isinf(seconds)
-        network.pass_by(seconds)
-        now += seconds
-        found |= {ends: now for ends in begins if messages[ends] in network.arrived and ends not in found}
-    return found
+def plan_in_order(layers: list[Seconds], num_bytes: int, orders: list[str], **platform: object) -> Plan:
+    """Plan with one layer per device, and what each device runs in turn."""
+    made = Chain(
+        name="three", input_bytes=num_bytes,
+        layers=tuple(
+            LayerProfile(
+                name=f"layer {index}", forward_seconds=forward, backward_seconds=backward, weight_bytes=4,
+                output_bytes=num_bytes, num_trainable_parameters=1,
+            )
+            for index, (forward, backward) in enumerate(layers)
+        ),
+    )  # fmt: skip
+    given: dict[str, object] = {"comm_buffers": 16, "duplex": "full", **platform}
+    devices = Platform(num_devices=len(layers), memory_bytes=10**12, **given)  # type: ignore[arg-type]
+    number = 1 + max(int(each.partition(".")[2]) for each in orders[0].split())
+    plan = make_plan(made, devices, list(range(len(layers) + 1)), num_micro_batches=number)
+    assert plan.step is not None
+    pairs = [[each.split(".") for each in order.split()] for order in orders]
+    order = tuple(tuple((name, int(micro_batch)) for name, micro_batch in each) for each in pairs)
+    return replace(plan, step=replace(plan.step, order=order))
+
+
+BOTH_WAYS = [
+    "F0.0 F0.1 B0.0 B0.1",
+    "F1.0 B1.0 F1.1 B1.1",
+    "F2.0 B2.0 F2.1 B2.1",
+]
+"""Device 1 sends the gradient of micro-batch 0 down, and a forward later the output of micro-batch 1 up."""
 
 
 def test_messages_share_a_port_fairly() -> None:
-    """By hand: half a second alone (5 bytes), a second of 5 bytes each, and half a second alone. Red where the
-    second waits for the first, or where a rate is not taken anew when a message begins or ends."""
-    through: dict[tuple[int, int], list[Hashable]] = {(1, 2): ["out 1"], (1, 0): ["out 1"]}
-    found = arrivals({"out 1": 10.0}, through, {(1, 2): 0.0, (1, 0): 0.5})
-    assert found == {(1, 2): pytest.approx(1.5), (1, 0): pytest.approx(2.0)}
+    """By hand: B1.0 ends at 6.5 s. Half a second alone (5 bytes), a second of 5 bytes each, half a second alone.
+    The gradient is there at 8 s, before two backwards of 10 s. Red where the second message waits for the first
+    one (7.5 s), or where a rate is not taken anew when a message begins or ends."""
+    plan = plan_in_order(
+        [(0.5, 10), (0.5, 1), (0.5, 1)], 10, BOTH_WAYS, bandwidth=10, port_bandwidth=10, latency_seconds=0
+    )
+    assert shared_step_seconds(plan) == pytest.approx(28)
+
+
+def test_the_second_of_two_messages_is_there_when_both_have_gone() -> None:
+    """By hand: B1.0 ends at 15.5 s and the output is there at 17.5 s, where the port carries 20 bytes in 2 s."""
+    plan = plan_in_order(
+        [(0.5, 1), (0.5, 1), (0.5, 10)], 10, BOTH_WAYS, bandwidth=10, port_bandwidth=10, latency_seconds=0
+    )
+    assert shared_step_seconds(plan) == pytest.approx(17.5 + 10.5 + 1 + 1 + 1 + 1)
 
 
 def test_what_a_narrow_link_cannot_use_others_have() -> None:
-    """A link of 4 bytes per second leaves 6 of the port. Red where a port is shared in equal parts whatever else
-    holds a message up."""
-    through: dict[tuple[int, int], list[Hashable]] = {(0, 1): ["narrow", "out 0"], (0, 2): ["out 0"]}
-    found = arrivals({"narrow": 4.0, "out 0": 10.0}, through, {(0, 1): 0.0, (0, 2): 0.0})
-    assert found == {(0, 1): pytest.approx(2.5), (0, 2): pytest.approx(10 / 6)}
+    """By hand: at 36 s a message each way begins over the link of devices 0 and 1, which leaves 3 bytes per second
+    to each, and one from device 1 to device 2. That has 5 of the port's 8 and takes 4.8 s. Red where a port is
+    shared in equal parts whatever else holds a message up (6 s)."""
+    orders = [
+        "F0.0 F0.1 F0.2 B0.0 B0.1 B0.2",
+        "F1.0 B1.0 F1.1 F1.2 B1.1 B1.2",
+        "F2.0 B2.0 F2.1 B2.1 F2.2 B2.2",
+    ]
+    plan = plan_in_order(
+        [(12, 1), (0, 3), (0, 9)], 24, orders, bandwidth=6, port_bandwidth=8, duplex="half", latency_seconds=0
+    )
+    assert shared_step_seconds(plan) == pytest.approx(36 + 4.8 + 2 * 9 + 4 + 3 + 4 + 1)
 
 
 def test_latency_uses_no_port() -> None:
-    """The second waits for its first byte while the first one flows alone. Red where they share then."""
-    through: dict[tuple[int, int], list[Hashable]] = {(1, 2): ["out 1"], (1, 0): ["out 1"]}
-    found = arrivals({"out 1": 10.0}, through, {(1, 2): 0.0, (1, 0): 1.0}, latency_seconds=1.0)
-    assert found == {(1, 2): pytest.approx(2.0), (1, 0): pytest.approx(3.0)}
+    """By hand: B1.0 ends at 11 s, and the output waits for its first byte from 12 s to 13 s, while the gradient
+    flows alone. Red where they share then."""
+    plan = plan_in_order(
+        [(1, 10), (1, 1), (1, 1)], 10, BOTH_WAYS, bandwidth=10, port_bandwidth=10, latency_seconds=1
+    )
+    assert shared_step_seconds(plan) == pytest.approx(11 + 2 + 2 * 10)
 
 
 def even_plan(megabytes: float, depths: list[int], number: int = 8, **platform: object) -> Plan:
