@@ -8,7 +8,8 @@ is needed late:
     port of a host, as planned    |first  |second |           as shared    |first and second|
                                           ^ first is needed                        ^ first is not there
 
-``shared_step_seconds`` runs the lists of instructions that the engine runs, on paper. It counts no all-reduce.
+``shared_step_seconds`` runs the lists of instructions that the engine runs, on paper. All-reduces begin after the
+last backward of their stage, as in the plan, and use no port.
 """
 
 from __future__ import annotations
@@ -46,6 +47,17 @@ def shared_step_seconds(plan: Plan) -> float | None:
         return None
     program = lower(plan, plan.step.num_micro_batches)
     return _SharedRun(plan, program.lists).run()
+
+
+def comparable_step_seconds(plans: Sequence[Plan]) -> list[float | None]:
+    """Return the seconds of the steps of plans by which they are compared; None for a plan without a step.
+
+    They are those where messages share ports, if all are known, else those of the plans.
+    """
+    shared = [shared_step_seconds(plan) for plan in plans]
+    if any(seconds is None for seconds in shared):
+        return [plan.step_seconds for plan in plans]
+    return shared
 
 
 @dataclass
@@ -151,6 +163,9 @@ class _SharedRun:
         self._devices = [stage.device for stage in plan.stages]
         platform, seconds = plan.platform, seconds_in_step(plan)
         self._latency = platform.latency_seconds
+        self._reducing = plan.allreduce_seconds or (0.0,) * len(plan.stages)
+        self._end = 0.0
+        """Second at which the last all-reduce ends, of the backwards so far."""
         slowest = min(platform.bandwidth, platform.port_bandwidth or platform.bandwidth)
         self._bytes = {
             name[1:]: max(0.0, lasts - self._latency) * slowest
@@ -194,7 +209,7 @@ class _SharedRun:
             over = [now if abs(each - now) <= _DONE * now else each for each in over]
         if any(at < len(each) for at, each in zip(place, self._lists, strict=True)):
             raise DeadlockError("the devices of the step wait for each other")
-        return now
+        return max(now, self._end)
 
     def _advance(self, device: int, place: list[int], over: list[float], now: float) -> bool:
         """Run what a device can run now; return whether it has run anything."""
@@ -203,6 +218,8 @@ class _SharedRun:
             instruction = instructions[place[device]]
             if isinstance(instruction, Compute):
                 over[device] = now + self._seconds[f"{instruction.kind}{instruction.stage}"]
+                if instruction.kind in "BW":
+                    self._end = max(self._end, over[device] + self._reducing[instruction.stage])
             elif not self._transfers(instruction.kind, instruction.message):
                 break
             place[device] += 1

@@ -52,6 +52,7 @@ from deepspeed_partition.profiling.boundaries import Boundary, bytes_of, describ
 from deepspeed_partition.profiling.layers import measured_chain, num_samples
 from deepspeed_partition.profiling.measure import MeasuredLayer
 from deepspeed_partition.schedule.instructions import Compute
+from deepspeed_partition.schedule.shared_ports import comparable_step_seconds
 
 if TYPE_CHECKING:
     from deepspeed_partition.engine.engine import MadPipeEngine
@@ -514,7 +515,10 @@ def _unless_present_is_as_good(plan: Plan, make_present: Callable[[], Plan]) -> 
     except InfeasibleError as error:
         announce(f"the present cut does not fit in memory, the plan does: {error}")
         return plan, ""
-    planned, now = (each.step_seconds or each.update_seconds for each in (plan, present))
+    planned, now = (
+        seconds or each.update_seconds
+        for seconds, each in zip(comparable_step_seconds((plan, present)), (plan, present), strict=True)
+    )
     assert planned is not None and now is not None, "both are for a step, or for an update"
     gain = 1 - planned / now
     took = f"{format_seconds(now)} per step at the present cut {present.boundaries}"

@@ -34,6 +34,7 @@ from deepspeed_partition.planner.solvers.non_contiguous.madpipe_paper import Pap
 from deepspeed_partition.planner.units import shown
 from deepspeed_partition.planner.weight_versions import FLUSH, VERTICAL_SYNC
 from deepspeed_partition.planner.weight_versions import checked_mode as checked_weight_versions
+from deepspeed_partition.schedule.shared_ports import comparable_step_seconds
 
 
 def make_plan(
@@ -196,11 +197,16 @@ def make_plan(
     plans = _plans_of(splits, plan_for, Deadline(time_limit(time_limit_seconds), within=deadline))
     in_deepspeed = num_stages is not None or every_stage_trains
 
-    def memory_and_time(plan: Plan) -> tuple[float, float]:
-        wanted = 0 if period_seconds is None else max(plan.peak_memory_bytes)
-        return wanted, seconds_of(plan, in_deepspeed=in_deepspeed)
+    seconds = [seconds_of(plan, in_deepspeed=in_deepspeed) for plan in plans]
+    if not in_deepspeed and len(plans) > 1:
+        where_shared = comparable_step_seconds(plans)
+        seconds = [each or planned for each, planned in zip(where_shared, seconds, strict=True)]
 
-    best = min(reversed(plans), key=memory_and_time)
+    def memory_and_time(index: int) -> tuple[float, float]:
+        wanted = 0 if period_seconds is None else max(plans[index].peak_memory_bytes)
+        return wanted, seconds[index]
+
+    best = plans[min(reversed(range(len(plans))), key=memory_and_time)]
     if best.is_asynchronous and num_micro_batches is not None:
         flush = problem_of(chain, best.platform, best.micro_batches_per_update, deadline=deadline)
         flush = replace(flush, num_pipelines=best.data_parallel)

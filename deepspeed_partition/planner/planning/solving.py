@@ -12,6 +12,7 @@ from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.infeasible import infeasible, no_room_for_flush, out_of_time, piles_up
 from deepspeed_partition.planner.plan import Plan
+from deepspeed_partition.planner.planning.shared_choice import SEARCH_SHARE, least_where_shared
 from deepspeed_partition.planner.recomputation import PER_MICRO_BATCH
 from deepspeed_partition.planner.solvers.contiguous.optimal import Contiguous
 from deepspeed_partition.planner.solvers.contiguous.per_micro_batch import best_pattern, partitions
@@ -75,12 +76,15 @@ def solve(problem: Problem, solver: Solver) -> Plan:
         if over > problem.platform.memory_bytes:
             too_large.append(over)  # only the step shows tensors that wait for a slow link
             continue
+        shares = bool(answer.other_steps)
+        within = replace(problem, deadline=problem.deadline.part(SEARCH_SHARE)) if shares else problem
         plans = [plan]
         if problem.per_micro_batch and plan.step is not None:
-            plans.append(_step_per_micro_batch(problem, solver, answer, plan))
+            plans.append(_step_per_micro_batch(within, solver, answer, plan))
         if problem.splits_backward and step is not None:
-            plans.append(_step_in_halves(problem, solver, answer, plan, step))
-        return min(reversed(plans), key=lambda each: each.step_seconds or 0.0)
+            plans.append(_step_in_halves(within, solver, answer, plan, step))
+        shortest = min(reversed(plans), key=lambda each: each.step_seconds or 0.0)
+        return least_where_shared(problem, solver.name, answer, shortest) if shares else shortest
     if problem.flushes:
         raise no_room_for_flush(problem, memory_of_flush(problem))
     raise piles_up(problem, min(too_large))

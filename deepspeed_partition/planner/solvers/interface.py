@@ -204,6 +204,8 @@ class Answer:
     proved_class: str = "contiguous"
     steps: tuple[Step, ...] = ()
     """Steps, where one was asked for, and not for DeepSpeed's engine; better than a fixed order of ``cuts``."""
+    other_steps: tuple[Step, ...] = ()
+    """Steps that fit, too, one of which may take less than the first of ``steps`` where messages share ports."""
     step_search: Literal["contiguous", "any"] | None = None
     """The allocations among which a shorter step is to be looked for, from this answer on; None: nowhere."""
     class_bound: int | None = None

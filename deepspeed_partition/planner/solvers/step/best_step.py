@@ -29,6 +29,7 @@ from deepspeed_partition.planner.solvers.contiguous.recomputing import choice_fo
 from deepspeed_partition.planner.solvers.interface import Answer, Cuts, Problem, Step
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern
 from deepspeed_partition.planner.solvers.step.annealing import Annealing
+from deepspeed_partition.planner.solvers.step.contenders import contenders
 from deepspeed_partition.planner.solvers.step.group_search import GroupSearch
 from deepspeed_partition.planner.solvers.step.interleaved_search import InterleavedSearch
 from deepspeed_partition.planner.solvers.step.many_ways import WaysOfStages
@@ -65,11 +66,15 @@ def with_best_step(problem: Problem, answer: Answer) -> Answer:
     cuts, patterns = next(iter(answer.cuts), None), answer.patterns
     shared = answer.step_search == "any"
     if problem.recomputation is not None:
-        return replace(answer, steps=best_recomputing_step(problem, cuts, patterns, shared=shared))
-    search = searched(problem, cuts, patterns, shared=shared).every
+        search = recomputing_search(problem, cuts, patterns, shared=shared)
+    else:
+        search = searched(problem, cuts, patterns, shared=shared).every
     if shared:
         _walk_and_polish(problem, search)
-    return replace(answer, steps=tuple(islice(search.steps(patterns), 1)))
+    steps = tuple(islice(search.steps(patterns), 1))
+    are_shared = problem.platform.port_bandwidth is not None
+    others = tuple(contenders(search, steps[0], patterns)) if steps and are_shared else ()
+    return replace(answer, steps=steps, other_steps=others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +134,10 @@ def searched(
     return searches
 
 
-def best_recomputing_step(
+def recomputing_search(
     problem: Problem, cuts: Cuts | None, patterns: Sequence[Pattern], *, shared: bool
-) -> tuple[Step, ...]:
-    """Find the shortest step where layers may be recomputed; empty where none fits.
+) -> StepSearch:
+    """Return the search for the shortest step where layers may be recomputed, at its end as that of ``searched``.
 
     Args:
         cuts: the boundaries of the shortest period with recomputation; None where none fits.
@@ -149,10 +154,7 @@ def best_recomputing_step(
     MixedChoices(problem, searches.contiguous).try_all()
     searches.contiguous.take_over(first)
     searches.take_over()
-    search = searches.every
-    if shared:
-        _walk_and_polish(problem, search)
-    return tuple(islice(search.steps(patterns), 1))
+    return searches.every
 
 
 def _walk_and_polish(problem: Problem, search: StepSearch) -> None:

@@ -246,7 +246,7 @@ class StepSearch:
             pairs = self._in_full(list(dict.fromkeys([*pairs[:NUM_FINALISTS], *self.others, *self.certain])))
         for placement, rule in pairs:
             steady = known.get(placement)
-            if max(self.engine(placement).peaks(self._complete(placement, rule))) > memory:
+            if self.peak_bytes(placement, rule) > memory:
                 continue  # tensors piled up only after the part that was simulated
             if steady is None and not placement.is_contiguous:
                 steady = self._steady(placement)
@@ -275,6 +275,10 @@ class StepSearch:
         run = self._complete(placement, rule)
         orders = self.engine(placement).named(run.orders)
         return Step(steady or placement.cuts, orders, run.ticks, placement.recomputed)
+
+    def peak_bytes(self, placement: Placement, rule: Rule) -> int:
+        """Return the most bytes of a device in the full step of a rule."""
+        return max(self.engine(placement).peaks(self._complete(placement, rule)))
 
     def _complete(self, placement: Placement, rule: Rule) -> StepRun:
         if self.last_complete is None or self.last_complete[0] != (placement, rule):
