@@ -56,6 +56,7 @@ from lightning_madpipe.steps.step_results import does_with, means_of, names_of_n
 from lightning_madpipe.steps.step_runs import StepRuns
 from lightning_madpipe.steps.step_side_effects import Change, Leftovers, Place, reached_objects
 from lightning_madpipe.steps.tensor_comparison import as_real, has_gradient
+from lightning_madpipe.steps.torch_calls import MOST_PLACES, TorchCalls, TriedCalls
 from lightning_madpipe.steps.what_layers_set import LayerTraces
 from lightning_madpipe.steps.written_files import OpenFiles
 
@@ -71,6 +72,12 @@ UNSETTLED = (
     "{step} {does}, and no batch that was tried shows whether that of a batch is the mean over samples, is "
     "weighted as the loss is, or is a sum: until one does, it is the mean over samples. "
     "MadPipeStrategy(loss='batch') runs the step once per batch"
+)
+
+NEW_AGAIN = (
+    "{times} times {step} has called torch at places in its code that no tried step had come to: from here on what"
+    " it does for the first time is not tried. MadPipeStrategy(loss='batch') runs the step once per batch, "
+    "num_micro_batches=1 the layers, too"
 )
 
 
@@ -138,6 +145,7 @@ class UserSteps:
         self._divisors: list[tuple[MicroBatch, list[Tensor]]] = []
         """What something in the losses of this batch is divided by, by micro-batch."""
         self._times_divided = 0
+        self._tried_calls = TriedCalls()
         self._tried_names: set[str] = set()
         """Names of numbers that tried steps have logged or returned."""
         self._times_new = 0
@@ -449,6 +457,13 @@ class UserSteps:
             self._tried_names |= new  # tried once, even if the trial does not come by them
             self._give_up(micro_batch)
 
+    def _check_calls(self, micro_batch: MicroBatch, calls: TorchCalls) -> None:
+        """Give the batch up if it calls functions of torch that none has called there that was tried."""
+        if self._tried_calls.are_others(calls.made):
+            if self._tried_calls.is_exhausted:
+                self._say(NEW_AGAIN.format(step=micro_batch.step, times=MOST_PLACES))
+            self._give_up(micro_batch)
+
     def untried(self, step: str, changes: Iterable[Change]) -> list[Place]:
         """The places that neither a trial of a step nor a layer has changed in this way; they are known then."""
         found = {(step, change.place, change.kind) for change in changes} - self._tried_changes
@@ -577,10 +592,15 @@ class UserSteps:
             self._dims.update(dims)
 
     def _run_again(
-        self, micro_batch: MicroBatch, answer: Callable[..., Any], log: Callable[..., None], *, tells: bool = True
+        self,
+        micro_batch: MicroBatch,
+        answer: Callable[..., Any],
+        log: Callable[..., None],
+        *,
+        tells: bool = True,
+        calls: AbstractContextManager[object] | None = None,
     ) -> Any:
         """Run a step that runs for good, too, with something that answers its calls of the layers."""
-        states = self.call_states
         return self._runs.run(
             micro_batch,
             answer,
@@ -589,8 +609,23 @@ class UserSteps:
             again=True,
             rehearsing=self.rehearsing,
             tells=tells,
-            begins=None if states is None else lambda: states.begun(None),
+            begins=self._begins(calls),
         )
+
+    def _begins(
+        self, calls: AbstractContextManager[object] | None
+    ) -> Callable[[], AbstractContextManager[object]] | None:
+        """What a step is run in at last: the state of its calls of the layers, and what notes those of torch."""
+        states = self.call_states
+        if calls is None:
+            return None if states is None else lambda: states.begun(None)
+
+        @contextmanager
+        def begun() -> Iterator[None]:
+            with nullcontext() if states is None else states.begun(None), calls:
+                yield
+
+        return begun
 
     def run_apart(
         self,
@@ -665,8 +700,9 @@ class UserSteps:
         with torch.enable_grad():
             start = _now(self._module.device)
             watch = watched_by(list(tensors_of(micro_batch.data)), given)
+            calls = TorchCalls()
             with nullcontext() if states is None else states.undone(), watch:
-                returned = self._run_again(micro_batch, answer, log)
+                returned = self._run_again(micro_batch, answer, log, calls=calls)
             middle = _now(self._module.device)
             loss = returned.get("loss") if isinstance(returned, Mapping) else returned
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad or len(passed) != 1:
@@ -675,6 +711,7 @@ class UserSteps:
             kept = _detached(returned) if micro_batch.keeps_returned else None
             if not is_known:
                 self._tried |= graph.operations
+                self._tried_calls.note(calls.made)
                 self.class_weights.note(graph.class_weights)
                 self._tried_names |= names_of_numbers(logged, kept)
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
@@ -744,6 +781,7 @@ class UserSteps:
         with self._logs.watching_metrics():
             # A step that is watched may show a sign of another loss: then its batch runs again.
             again = self.rehearsing or self._may_run_again() or self._is_watched(micro_batch)
+            calls = TorchCalls() if self._is_watched(micro_batch) else None
             with nullcontext() if states is None else states.undone() if self.rehearsing else states.kept():
                 returned = self._runs.run(
                     micro_batch,
@@ -753,7 +791,7 @@ class UserSteps:
                     again=again,
                     rehearsing=self.rehearsing,
                     is_behind=is_behind,
-                    begins=None if states is None else lambda: states.begun(None),
+                    begins=self._begins(calls),
                 )
         if micro_batch.keeps_returned:
             micro_batch.returned = _detached(returned)
@@ -765,6 +803,8 @@ class UserSteps:
             if self._is_watched(micro_batch):
                 self._check_graph(micro_batch, loss, ends)
                 self._check_names(micro_batch)
+                if calls is not None:
+                    self._check_calls(micro_batch, calls)
                 if self.gives_up:
                     self._check_changes(micro_batch)
             if self.unsettled and micro_batch.step == "training_step" and not self.rehearsing:

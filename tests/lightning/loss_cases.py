@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
@@ -402,6 +403,30 @@ class MasksInThird(Layers):
         x, y = batch
         mask = (x[:, 0] > 0).float() if batch_idx == 2 else torch.ones(len(x))
         return (F.cross_entropy(self(x), y, reduction="none") * mask).sum() / mask.sum().clamp(min=1)
+
+
+class PreparesInThird(Layers):
+    """In step 3 alone the step makes something of its whole batch that its loss has no gradient by."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        weights = x[:, 0].abs() + 0.1
+        shift = int(batch_idx == 2)  # which is no attribute
+        if shift and self.what == "inputs":
+            x = x - x.mean(0)
+        elif shift and self.what == "labels":
+            y = y.flip(0)
+        elif shift and self.what == "weights":
+            weights = weights * len(x) / weights.sum()
+        elif shift and self.what == "fewer":
+            x, y, weights = x[:8], y[:8], weights[:8]
+        elif self.what == "shifted":
+            y = y.roll(shift)
+        return (F.cross_entropy(self(x), y, reduction="none") * weights).mean()
 
 
 class KeepsInThird(Layers):
@@ -956,6 +981,10 @@ def losses(host: Host) -> dict[str, Any]:
         "hardest later": lambda: fitted(host, HardestLater, labelled(96), max_epochs=1),
         "cools in step 3": lambda: fitted(host, CoolsInThird, labelled(54), max_epochs=1),
         "masks in step 3": lambda: fitted(host, MasksInThird, labelled(54), max_epochs=1),
+        **{
+            f"{what} in step 3": functools.partial(prepared, host, what)
+            for what in ("inputs", "labels", "weights", "shifted")
+        },
         "named late": lambda: fitted(host, NamedLate, labelled(54), max_epochs=1),
         "returned counts": lambda: fitted(host, ReturnsCounts, labelled(54)),
         "logged late": lambda: fitted(host, LoggedLate, texts(16) * 6, max_epochs=1),
@@ -974,6 +1003,10 @@ def losses(host: Host) -> dict[str, Any]:
         "clipped": lambda: fitted(host, Contrastive, labelled(54), gradient_clip_val=0.05, strategy={"stage": 1}),
     }
     return run_chosen(runs)
+
+
+def prepared(host: Host, what: str) -> dict[str, Any]:
+    return fitted(host, lambda: PreparesInThird(what), labelled(54), max_epochs=1)
 
 
 def drawing(host: Host, build: Callable[[], Any], **arguments: Any) -> dict[str, Any]:
@@ -1095,6 +1128,7 @@ def planned(host: Host) -> dict[str, Any]:
         ),
         "unknown": refused(lambda: host.trainer(strategy={"loss": "sum"})),
         "selected": refused(lambda: fitted(host, Selecting, later_chosen(32, 0), max_epochs=1)),
+        "fewer later": refused(lambda: prepared(host, "fewer")),
         "selected later": refused(lambda: fitted(host, Selecting, later_chosen(64, 32), max_epochs=1)),
         "without a trial": refused(lambda: with_auxiliary(host, "auto")),
         "accepted": with_auxiliary(host, "mean")["found"]["once"],

@@ -87,6 +87,10 @@ FOUND: dict[str, tuple[bool, list[Any]]] = {
     "hardest later": (True, ["samples"]),
     "cools in step 3": (True, ["samples"]),
     "masks in step 3": (True, ["samples"]),
+    "inputs in step 3": (True, ["samples"]),
+    "labels in step 3": (True, ["samples"]),
+    "weights in step 3": (True, ["samples"]),
+    "shifted in step 3": (True, ["samples"]),
     "named late": (False, ["samples"]),
     "returned counts": (False, ["samples"]),
     "logged late": (False, LABELS),
@@ -319,6 +323,9 @@ def test_samples_that_are_selected_before_the_layers_are_refused(two: Records) -
         assert "rows to forward() for a batch of 16 samples" in record[case]
         assert "self(x)[mask] instead of self(x[mask])" in record[case]
         assert "MadPipeStrategy(num_micro_batches=1) cuts nothing" in record[case]
+    assert "rows to forward() for a batch of 16 samples" in record["fewer later"], (
+        "x[:8] leaves micro-batches whole"
+    )
     assert record["selected after"] is False, "weighted by the labels that are not 9"
 
 

@@ -1,0 +1,155 @@
+"""What a step calls of torch, where in its code and with which numbers: a sign of what no tried step has done.
+
+A step may make its inputs, its targets or weights of its loss from its whole batch (``x - x.mean(0)``,
+``y.roll(1)``, ``w / w.sum()``) in some batches alone. The graph of the loss shows nothing of it, for it has no
+gradient. So each call of a function of torch is noted, by the lines of the program that it comes from.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+from types import CodeType, EllipsisType, MethodWrapperType, NoneType
+from typing import Any
+
+import pytorch_lightning
+import torch
+import torchmetrics
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+import deepspeed_partition
+import lightning_madpipe
+
+Site = tuple[Any, ...]
+"""A function and the instructions of the program that call it, from the innermost one to the step's."""
+Calls = dict[Site, set[tuple[Any, ...]]]
+"""The arguments of the calls at each place; of tensors and other objects only that they are there."""
+
+MOST_PLACES = 64
+"""How often a call at a new place gives a batch up."""
+MOST_ARGUMENTS = 1000
+"""Arguments of a place that are told apart."""
+MOST_ENTRIES = 16
+"""Entries of a list of arguments that are looked at."""
+PLAIN = frozenset((int, bool, str, NoneType, EllipsisType, torch.dtype))
+_SKIPPED, _RUNS_STEPS, _LEFT_OUT, _PROGRAM = range(1, 5)
+_FOLDERS = (
+    (str(Path(__file__).with_name("step_runs.py")), _RUNS_STEPS),
+    *(
+        (f"{Path(module.__file__ or '').parent}{os.sep}", kind)
+        for module, kind in (
+            (torch, _SKIPPED),
+            (lightning_madpipe, _LEFT_OUT),
+            (deepspeed_partition, _LEFT_OUT),
+            (torchmetrics, _LEFT_OUT),  # what metrics compute is looked at in what is logged
+            (pytorch_lightning, _LEFT_OUT),
+        )
+    ),
+    ("<eval_with_key>", _SKIPPED),  # what a compiler has made of a function
+)
+
+
+class TorchCalls(TorchFunctionMode):
+    """Notes the calls of torch in a step that runs within this context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: Calls = defaultdict(set)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A compiler that follows a step is not to follow this; and what reads an attribute computes nothing.
+        if not torch.compiler.is_compiling() and type(func) is not MethodWrapperType:
+            site = _site_of(func)
+            if site is not None:
+                named = [(name, _shown(value)) for name, value in kwargs.items()] if kwargs else ()
+                self.made[site].add((*map(_shown, args), *named))
+        return func(*args, **(kwargs or {}))
+
+
+class TriedCalls:
+    """The calls of steps that were tried, and whether others are a sign of a loss that was not.
+
+    A call at a new place is one; new arguments are the 1st, 2nd, 4th, 8th, ... time at the same place: lengths of
+    sequences are others in nearly each batch.
+    """
+
+    def __init__(self) -> None:
+        self._tried: Calls = {}
+        self._num_new: Counter[Site] = Counter()
+        self._times_new = 0
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether calls at new places are no sign any more, for there were too many."""
+        return self._times_new >= MOST_PLACES
+
+    def note(self, calls: Calls) -> None:
+        """Note those of a step that is tried."""
+        for site, arguments in calls.items():
+            self._tried.setdefault(site, set()).update(arguments)
+
+    def are_others(self, calls: Calls) -> bool:
+        """Whether those of a step are a sign that it does what no tried step has done; they are known then."""
+        new_places = [site for site in calls if site not in self._tried]
+        others = [site for site in calls if site in self._tried and self._are_new(site, calls[site])]
+        self._num_new.update(others)
+        self.note(calls)
+        if new_places and not self.is_exhausted:
+            self._times_new += 1
+            return True
+        return any(number & (number - 1) == 0 for number in map(self._num_new.__getitem__, others))
+
+    def _are_new(self, site: Site, arguments: set[tuple[Any, ...]]) -> bool:
+        tried = self._tried[site]
+        return len(tried) < MOST_ARGUMENTS and not arguments <= tried
+
+
+_KINDS: dict[int, int] = {}
+"""Whose code is whose, by its address."""
+_CODES: list[CodeType] = []
+"""What these addresses are of: kept, so that no other code comes there."""
+
+
+def _kind_of(code: CodeType) -> int:
+    place = code.co_filename
+    kind = next((kind for folder, kind in _FOLDERS if place.startswith(folder)), _PROGRAM)
+    _CODES.append(code)
+    _KINDS[id(code)] = kind
+    return kind
+
+
+def _site_of(func: Any) -> Site | None:
+    """From where the program calls a function of torch; None: something else does."""
+    site, known = [func], _KINDS
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        address = id(code)
+        kind = known.get(address) or _kind_of(code)
+        if kind == _PROGRAM:
+            site += (address, frame.f_lasti)
+        elif kind == _LEFT_OUT:
+            return None
+        elif kind == _RUNS_STEPS:
+            break
+        frame = frame.f_back
+    return tuple(site) if len(site) > 1 else None
+
+
+def _shown(value: Any) -> Any:
+    """What of an argument is looked at."""
+    kind = type(value)
+    if kind is Tensor:
+        return None
+    if kind in PLAIN:
+        return value
+    if kind is float:
+        return value == 0.0  # such as the weight of something that begins
+    if kind is slice:
+        return "slice", _shown(value.start), _shown(value.stop), _shown(value.step)
+    if kind is tuple or kind is list:
+        return (len(value), *map(_shown, value[:MOST_ENTRIES]))
+    return None

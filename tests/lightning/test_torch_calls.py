@@ -1,0 +1,118 @@
+"""Calls of torch in a step: those that no tried step has made are a sign."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_madpipe.steps.torch_calls import MOST_PLACES, Calls, TorchCalls, TriedCalls
+
+X, Y = torch.arange(12.0).view(4, 3), torch.tensor([0, 1, 2, 1])
+
+
+def calls_of(step: Callable[..., Any], *arguments: Any) -> Calls:
+    calls = TorchCalls()
+    with calls:
+        step(*arguments)
+    return calls.made
+
+
+def loss(x: Tensor) -> Tensor:
+    return F.cross_entropy(x, Y)
+
+
+def by_a_part(x: Tensor, late: bool) -> Tensor:
+    return loss(x - x.mean(0) if late else x)
+
+
+def by_an_operator(x: Tensor, late: bool) -> Tensor:
+    return loss(x[:2].repeat(2, 1) if late else x)
+
+
+def by_another_function(x: Tensor, late: bool) -> Tensor:
+    turn = torch.fliplr if late else torch.flipud
+    return loss(turn(x))
+
+
+def by_a_number(x: Tensor, late: bool) -> Tensor:
+    return loss(x.roll(int(late), 0))
+
+
+def by_a_slice(x: Tensor, late: bool) -> Tensor:
+    return loss(x[:, slice(1 + late, None)].repeat(1, 3))
+
+
+def by_a_list(x: Tensor, late: bool) -> Tensor:
+    return loss(x[[1, 0, 2, 3] if late else [0, 1, 2, 3]])
+
+
+def by_a_function_called_twice(x: Tensor, late: bool) -> Tensor:
+    if late:
+        loss(x.detach())
+    return loss(x)
+
+
+def from_zero_on(x: Tensor, late: bool) -> Tensor:
+    return loss(x + x.flip(0) * (0.3 if late else 0.0))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        by_a_part, by_an_operator, by_another_function, by_a_number, by_a_slice, by_a_list,
+        by_a_function_called_twice, from_zero_on,
+    ],
+)  # fmt: skip
+def test_what_a_step_does_in_some_batches_alone_is_a_sign_once(step: Callable[[Tensor, bool], Tensor]) -> None:
+    first, *others = [calls_of(step, X + n, late) for n, late in enumerate((False, False, True, True))]
+    tried = TriedCalls()
+    tried.note(first)
+    assert [tried.are_others(each) for each in others] == [False, True, False]
+
+
+def test_numbers_that_are_others_in_each_batch_are_a_sign_ever_less_often() -> None:
+    first, *others = [calls_of(by_lengths, length) for length in range(1, 41)]
+    tried = TriedCalls()
+    tried.note(first)
+    signs = [tried.are_others(each) for each in others]
+    assert [place + 1 for place, sign in enumerate(signs) if sign] == [1, 2, 4, 8, 16, 32]
+
+
+def by_lengths(length: int) -> Tensor:
+    return X.repeat(length, 1)
+
+
+def test_fractions_and_what_metrics_do_are_no_sign() -> None:
+    accuracy = MulticlassAccuracy(3)
+
+    def step(share: float, computes: bool) -> None:
+        loss(X * share)
+        accuracy(X, Y)
+        if computes:
+            accuracy.compute()
+
+    first, *others = [calls_of(step, *each) for each in ((0.5, False), (0.25, False), (0.5, True))]
+    tried = TriedCalls()
+    tried.note(first)
+    assert first and not any(tried.are_others(each) for each in others)
+
+
+def test_there_is_an_end_to_places_that_are_new() -> None:
+    tried = TriedCalls()
+    made = [{(str(place),): {()}} for place in range(MOST_PLACES + 2)]
+    assert [tried.are_others(each) for each in made] == [True] * MOST_PLACES + [False] * 2
+    assert tried.is_exhausted
+
+
+def test_a_step_is_compiled_as_without() -> None:
+    compiled = torch.compile(lambda x: loss(x * 2 + x.mean(0)), backend="eager", fullgraph=True)
+    calls = TorchCalls()
+    with calls:
+        found = compiled(X)
+    assert torch.equal(found, loss(X * 2 + X.mean(0)))
