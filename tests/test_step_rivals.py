@@ -31,7 +31,7 @@ from rival_orders import (
     there_and_back,
 )
 from rivals import FAMILIES, best_of, rivals_of
-from rows import read_rows
+from rows import newest_rows, read_rows, run_jobs
 from settings import NUMBER, read_settings
 from settings import chain_of as chain_of_setting
 from step_report import compared, gaps, report
@@ -252,7 +252,25 @@ def test_no_recorded_step_is_below_its_bound():
 
 
 def test_a_torn_line_is_done_again(tmp_path):
+    """And reading leaves it, since another process may write its end; only who writes cuts it off."""
     path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"number": 1}) + "\n" + '{"number": 2, "riv')
+    torn = json.dumps({"number": 1}) + "\n" + '{"number": 2, "riv'
+    path.write_text(torn)
     assert read_rows(path) == [{"number": 1}]
+    assert path.read_text() == torn
+    run_jobs(path, [], 1)
     assert path.read_text() == '{"number": 1}\n'
+
+
+def test_a_report_takes_the_newest_plan_of_each_setting(tmp_path):
+    """A run that is under way has few lines, or no file yet; a contiguous step stands where there is one."""
+    old = [plan_row("madpipe", 2.2), plan_row("contiguous", 2.4), plan_row("madpipe", 2.1) | {"number": 1}]
+    (tmp_path / "plans_old.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in old))
+    (tmp_path / "plans_new.jsonl").write_text(json.dumps(plan_row("madpipe", 1.9)) + "\n" + '{"number": 1, "al')
+    rows = newest_rows(tmp_path, ("missing", "new", "old"))
+    found = {(row["number"], row["algorithm"]): (row["step_seconds"], row["label"]) for row in rows}
+    assert found == {(0, "madpipe"): (1.9, "new"), (0, "contiguous"): (2.4, "old"), (1, "madpipe"): (2.1, "old")}
+    settings = [SETTING, SETTING | {"number": 1}]
+    text = report(settings, [{"number": number, "rivals": {"1F1B": RIVAL}} for number in (0, 1)], rows)
+    assert "at most 1.0500" in text and "The planner's steps are 1 of 'new', 1 of 'old'." in text
+    assert "The contiguous steps are 1 of 'old'." in text

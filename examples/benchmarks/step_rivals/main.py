@@ -3,15 +3,15 @@
     python examples/benchmarks/step_rivals/main.py rivals [--numbers 0 1 2 ...] [--jobs 1]
     python examples/benchmarks/step_rivals/main.py plans [--algorithms madpipe contiguous] [--time-limit 20]
         [--numbers ...] [--jobs 1] [--label NAME]
-    python examples/benchmarks/step_rivals/main.py report [--label NAME]
+    python examples/benchmarks/step_rivals/main.py report [--label NAME] [--others NAME ...]
     python examples/benchmarks/step_rivals/main.py bounds [--label NAME] [--others NAME ...]
 
 ``rivals`` finds the best of each published schedule (``rivals.py``). ``plans`` asks the planner, in a new process
 for each plan. ``report`` writes ``results/report_NAME.md``. ``bounds`` computes the lower bounds anew, and writes
-how far the steps of the plans are above them: ``results/gaps_NAME.md``; with the plans of the labels ``--others``,
-the first that has one, in settings that ``--label`` has none of. A line is written as soon as it is known,
-and what ``results/`` has is not done again: a run may be stopped, continued and split. To plan again, give another
-label.
+how far the steps of the plans are above them: ``results/gaps_NAME.md``. Both take the plans of the labels
+``--others``, the first that has one, for settings and algorithms that ``--label`` has none of. A line is written
+as soon as it is known, and what ``results/`` has is not done again: a run may be stopped, continued and split. To
+plan again, give another label.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ sys.path.insert(0, str(HERE))
 from bounds_now import bound_row
 from judge import check
 from rivals import FAMILIES, best_of
-from rows import read_rows, run_jobs
+from rows import newest_rows, read_rows, run_jobs
 from settings import Setting, chain_of, read_settings
 from step_report import gaps, report
 
@@ -104,11 +104,7 @@ def write_gaps(settings: Sequence[Setting], label: str, others: Sequence[str]) -
     """Compute all bounds, and write them and the gaps of the plans of a label, and of others beside."""
     bounds = [bound_row(each) for each in settings]
     (RESULTS / "bounds.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in bounds), encoding="utf-8")
-    plans: dict[tuple[int, str], dict[str, Any]] = {}
-    for each in (label, *others):
-        for row in read_rows(RESULTS / f"plans_{each}.jsonl"):
-            plans.setdefault((row["number"], row["algorithm"]), row)
-    text = gaps([asdict(each) for each in settings], list(plans.values()), bounds)
+    text = gaps([asdict(each) for each in settings], newest_rows(RESULTS, (label, *others)), bounds)
     (RESULTS / f"gaps_{label}.md").write_text(text, encoding="utf-8")
     print(text)
 
@@ -156,7 +152,8 @@ def main() -> None:
     elif arguments.what == "bounds":
         write_gaps(settings, arguments.label, arguments.others)
     else:
-        text = report([asdict(each) for each in settings], read_rows(rivals_path), read_rows(plans_path))
+        plans = newest_rows(RESULTS, (arguments.label, *arguments.others))
+        text = report([asdict(each) for each in settings], read_rows(rivals_path), plans)
         (RESULTS / f"report_{arguments.label}.md").write_text(text, encoding="utf-8")
         print(text)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -176,6 +176,7 @@ def _summary(rows: Sequence[Compared], num_settings: int) -> list[str]:
             f"- Gap to the lower bound: {statistics.median(gaps):.2%} in the median, {min(gaps):.2%} to "
             f"{max(gaps):.2%} ({len(gaps)} settings)."
         )
+    lines += _labels(rows)
     plans = [row.plan for row in rows if row.plan is not None]
     if plans:
         seconds = [plan["processor_seconds"] for plan in plans]
@@ -188,6 +189,24 @@ def _summary(rows: Sequence[Compared], num_settings: int) -> list[str]:
         if most:
             lines.append(f"- Memory of the planning process: at most {max(most) / 1e6:.0f} MB.")
     return lines
+
+
+def _labels(rows: Sequence[Compared]) -> list[str]:
+    """Return where the plans come from, if they come from several runs."""
+    found = [
+        (name, Counter(plan["label"] for plan in plans if plan is not None and "label" in plan))
+        for name, plans in (
+            ("The planner's steps", [row.plan for row in rows]),
+            ("The contiguous steps", [row.contiguous for row in rows]),
+        )
+    ]
+    if len({label for _, counts in found for label in counts}) < 2:
+        return []
+    return [
+        f"- {name} are {', '.join(f'{count} of {label!r}' for label, count in counts.most_common())}."
+        for name, counts in found
+        if counts
+    ]
 
 
 def _groups(rows: Sequence[Compared], title: str, key: Callable[[Compared], Any]) -> list[str]:
