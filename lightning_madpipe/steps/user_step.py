@@ -61,10 +61,10 @@ from lightning_madpipe.steps.what_layers_set import LayerTraces
 from lightning_madpipe.steps.written_files import OpenFiles
 
 SKIPPING = (
-    "; a batch cannot be skipped in its step, because the other stages are in the middle of it: return a loss "
-    "times 0 and set `self.skips = True` (else False), and in on_before_optimizer_step take the gradients away, "
-    "`if self.skips: for p in self.parameters(): p.grad = None`; without that, or under stage=1, bf16 and fp16, "
-    "momentum and weight decay change the weights, which one process leaves as they are"
+    "training_step returns None{how}, and a pipeline cannot skip a batch in its step: return the loss times 0 and "
+    "set `self.skips = True` (else False), and in on_before_optimizer_step write `if self.skips: for p in "
+    "self.parameters(): p.grad = None`. With stage=1, bf16 or fp16 momentum and weight decay still change the "
+    "weights"
 )
 
 
@@ -256,13 +256,8 @@ class UserSteps:
             taken = self._taken(micro_batch, is_last_stage, on_all_ranks)
         except ElsewhereError as error:
             with pipeline_of(self._module).elsewhere.lifted():
-                taken = self._taken(micro_batch, is_last_stage, on_all_ranks)
-            if taken is not None:
-                raise self._error(uses_weights(micro_batch.step, self.call.called, error)) from None
-        if taken is None:
-            raise self._error(
-                f"{micro_batch.step} does not call {self.call.called}, which runs the pipeline: call it once"
-            )
+                self._taken(micro_batch, is_last_stage, on_all_ranks)
+            raise self._error(uses_weights(micro_batch.step, self.call.called, error)) from None
         if not taken or not all(isinstance(value, Tensor) for value in taken):
             kinds = ", ".join(type(value).__name__ for value in taken) or "nothing"
             hint = f"; {FROM_THE_FIRST}" if any(value is None for value in taken) else ""
@@ -272,8 +267,8 @@ class UserSteps:
             )
         return taken[0] if len(taken) == 1 else taken
 
-    def _taken(self, micro_batch: MicroBatch, is_last_stage: bool, on_all_ranks: bool) -> tuple[Any, ...] | None:
-        """What the step calls the layers with; None if it does not."""
+    def _taken(self, micro_batch: MicroBatch, is_last_stage: bool, on_all_ranks: bool) -> tuple[Any, ...]:
+        """What the step calls the layers with."""
         taken: tuple[Any, ...] | None = None
         states = self.call_states
 
@@ -290,14 +285,27 @@ class UserSteps:
         before = self.leftovers(undoable=is_last_stage)
         try:
             with torch.no_grad(), nullcontext() if states is None else states.undone():
-                self._run_to_call(micro_batch, take, None if states is None else lambda: states.begun(before))
+                returned = self._run_to_call(
+                    micro_batch, take, None if states is None else lambda: states.begun(before)
+                )
         except InputTaken:
             pass
         finally:
             before.undo()
-        if states is not None and taken is not None:
+        if taken is None:
+            raise self._error(self._without_call(micro_batch.step, returned))
+        if states is not None:
             states.settle(micro_batch.step, alike=on_all_ranks)
         return taken
+
+    def _without_call(self, step: str, returned: Any) -> str:
+        """What to write where a step has returned without its call of the layers."""
+        if step == "training_step" and returned is None:
+            return SKIPPING.format(how=f" without a call of {self.call.called}")
+        return (
+            f"{step} returns for this batch without a call of {self.call.called}, which runs the layers: call it "
+            "in each step, also where its outputs are not used; or do what needs no layers in a hook"
+        )
 
     def _run_to_call(
         self,
@@ -305,9 +313,13 @@ class UserSteps:
         take: Callable[..., None],
         begins: Callable[[], AbstractContextManager[object]] | None,
         within: list[ExitStack] | None = None,
-    ) -> None:
-        """Run a step up to its call of the layers, where ``take`` ends it; nothing that it logs counts."""
-        self._runs.run(
+    ) -> Any:
+        """Run a step up to its call of the layers, where ``take`` ends it; nothing that it logs counts.
+
+        Returns:
+            What it returns, where it does not come to its call.
+        """
+        return self._runs.run(
             micro_batch,
             take,
             log=lambda *_, **__: None,
@@ -358,7 +370,7 @@ class UserSteps:
         if errors:
             raise errors[0]
         if not outputs:
-            raise self._error(f"{micro_batch.step} does not call {self.call.called}, which runs the pipeline")
+            raise self._error(self._without_call(micro_batch.step, ...))
         return outputs[0]
 
     def inputs_of(self, label: MicroBatch | Piece, *, is_last_stage: bool = True) -> Tensor | tuple[Tensor, ...]:
@@ -816,9 +828,11 @@ class UserSteps:
                 raise self._error(loss_depends_on_weights(micro_batch.step, self.call.called, other))
             return loss.reshape(()) * micro_batch.loss_scale
         if micro_batch.step == "training_step":
+            if returned is None:
+                raise self._error(SKIPPING.format(how=""))
             raise self._error(
-                f"training_step returns {type(returned).__name__}, not a loss: return a tensor of one "
-                "element, or a dict with one as 'loss'" + SKIPPING * (returned is None)
+                f"training_step returns {type(returned).__name__}, not a loss: return a tensor of one element, or "
+                "a dict with one as 'loss'"
             )
         return torch.zeros((), device=self._module.device)
 

@@ -413,6 +413,17 @@ class Skips(cases.Classifier):
         return None if batch_idx == 1 else F.cross_entropy(logits, batch[1])
 
 
+class SkipsEarly(cases.Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+
+class ValidatesSome(cases.Classifier):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx != 1:
+            super().validation_step(batch, batch_idx)
+
+
 class Raises(cases.Classifier):
     """In the last micro-batch of the second batch."""
 
@@ -565,6 +576,8 @@ def step_errors(host: Host) -> dict[str, Any]:
     training, validation = Raises("training"), Raises("validation")
     return {
         "skips": fit(Skips()),
+        "skips early": fit(SkipsEarly()),
+        "validates some": fit(ValidatesSome()),
         "training": [fit(training), training.steps_made],
         "validation": [fit(validation), validation.steps_made],
         "waits": fit(Waits()),

@@ -336,7 +336,7 @@ def test_a_rank_trains_its_own_layers(two: Records) -> None:
         ("backward", "overrides backward()"),
         ("shared", "TiedModule"),
         ("keywords", "training_step calls self.forward() with the keyword arguments x"),
-        ("no forward", "training_step does not call self.forward()"),
+        ("no forward", "training_step returns for this batch without a call of self.forward()"),
         ("parts", "forward(), uses parts of self.net"),
         ("parts", "Modes (eval()), buffers and weights are set in a hook, such as on_train_batch_start"),
         # One process trains; a check ended with torch's words about an inplace operation.

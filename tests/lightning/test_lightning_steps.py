@@ -237,7 +237,7 @@ def test_what_cannot_be_sent_is_named_and_stays(two: Records) -> None:
 
 def test_predictions_that_cannot_be_are_refused_on_every_rank(two: Records) -> None:
     refusals = two.of("refused_predictions")
-    assert "predict_step does not call self.forward()" in refusals["no forward"]
+    assert "predict_step returns for this batch without a call of self.forward()" in refusals["no forward"]
     assert "predict_step calls self.forward() with list" in refusals["a list"]
     assert "what predict_step returns, a Tensor of shape ()" in refusals["a scalar"]
     assert "has different fields for the micro-batches" in refusals["other fields"]
@@ -255,8 +255,14 @@ def test_outputs_are_joined_only_where_somebody_reads_them(two: Records) -> None
 
 def test_an_error_in_a_step_is_raised_on_every_rank(two: Records) -> None:
     errors = two.of("step_errors")
-    assert "training_step returns NoneType" in errors["skips"] and "return a loss times 0" in errors["skips"]
-    assert "take the gradients away" in errors["skips"]  # with momentum, zeros train on: see skipped_batches
+    skips, early = errors["skips"], errors["skips early"]
+    assert "training_step returns None, and a pipeline cannot skip a batch in its step" in skips
+    assert "p.grad = None" in skips  # with momentum, zeros train on: see skipped_batches
+    # "does not call self.forward(): call it once" was said of a step that does so in all other batches.
+    assert "training_step returns None without a call of self.forward(), and a pipeline cannot skip" in early
+    assert skips.partition("in its step")[2] == early.partition("in its step")[2] and len(early) < 400
+    validates = "validation_step returns for this batch without a call of self.forward(), which runs the layers: "
+    assert validates in errors["validates some"]
     # One step was made before it; and none where validation comes first and raises.
     assert errors["training"] == ["ValueError: the user's own error in training", 1]
     assert errors["validation"] == ["ValueError: the user's own error in validation", 0]
