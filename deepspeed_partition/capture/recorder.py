@@ -45,7 +45,7 @@ from deepspeed_partition.capture.recording import (
     Template,
     Value,
 )
-from deepspeed_partition.capture.sizes import Condition, Dimension, Shape, Size, number_of, size
+from deepspeed_partition.capture.sizes import Condition, CountedRange, Dimension, Shape, Size, number_of, size
 from deepspeed_partition.capture.source_lines import line_of, model_line
 from deepspeed_partition.capture.structure import build, flatten, holds_tensors
 from deepspeed_partition.capture.weights_without_data import State, WeightsWithoutData, storage_of
@@ -595,6 +595,7 @@ class Tape:
 
         with ExitStack() as stack:
             stack.enter_context(patched(builtins, "len", length_of))
+            stack.enter_context(patched(builtins, "range", CountedRange))
             stack.enter_context(patched(nn.Module, "__call__", called))
             if hasattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"):
                 stack.enter_context(

@@ -144,6 +144,34 @@ def size(number: Any, expression: Any, note: Callable[[Any, Any], None]) -> Size
     return (_FloatSize if isinstance(number, float) else _IntegerSize)(number, expression, note)
 
 
+_RANGE = range
+
+
+class _Ranges(type):
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, _RANGE)
+
+
+class CountedRange(metaclass=_Ranges):
+    """What stands for ``range``: of the size that ends one it is noted how many numbers that makes.
+
+    The numbers themselves are made of the start and the step alone.
+    """
+
+    def __new__(cls, *given: Any) -> Any:
+        start, stop, step = (0, *given, 1) if len(given) == 1 else (*given, 1, 1, 1)[:3]
+        if len(given) > 3 or not isinstance(stop, Size):
+            return _RANGE(*given)
+        start, step = operator.index(start), operator.index(step)
+        made = _RANGE(start, stop.number, step)
+        stop.note(Computed(_count, (start, stop.expression, step)), len(made))
+        return made
+
+
+def _count(start: int, stop: int, step: int) -> int:
+    return len(_RANGE(start, stop, step))
+
+
 def number_of(value: Any) -> Any:
     """The number of a size; other things as they are."""
     return value.number if isinstance(value, Size) else value

@@ -287,6 +287,27 @@ def test_the_length_of_a_tensor_is_its_first_size():
     assert type(len(torch.randn(4, 8))) is int  # afterwards, as before
 
 
+def test_a_loop_over_chunks_holds_for_as_many_chunks():
+    """``range(0, B, chunk)``, as of a NeRF, held for one number of rays: batches of other sizes were refused."""
+
+    class Chunked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert isinstance(range(2), range) and not isinstance(2, range)
+            chunks = [self.before(x[at : at + 4]).tanh() for at in range(0, x.shape[0], 4)]
+            return self.after(torch.cat(chunks))
+
+    model = Chunked()
+    layers = captured_layers(model, torch.randn(7, 8))
+    assert_same(model, layers, [((torch.randn(size, 8),), {}) for size in (7, 8, 5)])
+    with pytest.raises(ShapeError, match=r"test_models\.py:\d+, 3 and not 2"):
+        run_in_order(layers, torch.randn(9, 8))
+    assert type(range) is type  # afterwards, as before
+
+
 def test_a_length_that_the_capture_does_not_hold_for_is_refused():
     model = networks.Unrolled()
     layers = captured_layers(model, torch.randn(3, 4, 8))
