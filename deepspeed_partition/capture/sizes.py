@@ -24,6 +24,15 @@ class ShapeError(ValueError):
     """A micro-batch for whose sizes the captured layers do not hold."""
 
 
+ADVICE = ": capture it with "
+"""What begins the part of the message that is for who captures a model himself."""
+
+
+def way_of_sizes(message: str) -> str:
+    """What a :class:`ShapeError` says of the model, in words, without its name and its advice."""
+    return message.removeprefix(f"{ShapeError.__name__}: ").partition(ADVICE)[0]
+
+
 @dataclass(frozen=True, slots=True)
 class Dimension:
     """One size of a tensor: ``kind`` is ``shape``, ``stride`` or ``numel``."""

@@ -39,6 +39,7 @@ from typing import Any
 import numpy
 import torch.distributed as dist
 
+from deepspeed_partition.capture.sizes import ShapeError, way_of_sizes
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule
 from deepspeed_partition.engine.pipeline.plan_engine import LossCost
 from deepspeed_partition.engine.runtime.collectives import gather_objects, reduced
@@ -339,6 +340,11 @@ class LossOfBatches:
             cannot = f"{_sizes(run)} cannot"
         else:
             return
+        if reason.startswith(ShapeError.__name__):
+            raise self.refusal(
+                f"{can} {cannot}: {way_of_sizes(reason)}. MadPipeStrategy(num_micro_batches=1) cuts no batch (with"
+                " drop_last=True in the loader, where the last one is shorter)"
+            )
         raise self.refusal(
             f"{can} {cannot} ({reason}), so something that {run.whole.step} or a layer is given does not go by "
             f"samples: {not_by_samples(run.whole.size)}"

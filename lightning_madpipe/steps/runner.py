@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from deepspeed_partition.capture import ShapeError
+from deepspeed_partition.capture.sizes import ShapeError, way_of_sizes
 from deepspeed_partition.dropped_writing import prints_asked
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule
 from deepspeed_partition.engine.pipeline.drawn_data import Originals, OwnMemory
@@ -212,7 +212,7 @@ class BatchRunner:
                 engine.train_batch(self._feed(in_order))
         except ShapeError as error:
             if len({run.call for run in window}) == 1:
-                raise
+                self._refuse_other_sizes(error)
             raise self._refusal(
                 f"accumulate_grad_batches={trainer.accumulate_grad_batches} puts batches into one optimizer step "
                 "of which one is cut into single samples, or has sequences of one, and for those the model runs "
@@ -233,6 +233,19 @@ class BatchRunner:
                 self._refuse_single_samples(error, run)
             raise
         return True
+
+    def _refuse_other_sizes(self, error: ShapeError) -> NoReturn:
+        """Say what to do where layers that were found do not hold for the sizes of a batch.
+
+        Raises:
+            MisconfigurationException: that.
+        """
+        if not is_raised_by_all(error):
+            raise error
+        raise self._refusal(
+            f"{way_of_sizes(str(error))}. Let all batches have the same sizes (drop_last=True in the loader, "
+            "padding), and where a batch is not cut into equal parts, set MadPipeStrategy(num_micro_batches=1)"
+        ) from error
 
     def _refuse_single_samples(self, error: ValueError, run: BatchRun) -> None:
         """Say in a sentence that statistics of one sample cannot be computed.
@@ -292,7 +305,10 @@ class BatchRunner:
                 self._comparison.compare_if_changed(run)
             self.steps.draws.begin()
             with self._modes_as_they_are():
-                self._go_forward(run)
+                try:
+                    self._go_forward(run)
+                except ShapeError as error:
+                    self._refuse_other_sizes(error)
                 [result] = self._outcomes.share_with_pipeline([run])
         self._outcomes.log_again(result)
         if self._reading.is_read(step):

@@ -1621,6 +1621,29 @@ class Twice(nn.Module):
         return self.head(state), state
 
 
+class SampleBySample(Sgd):
+    """Its code runs a layer once for each sample, so that each number of samples is another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.each, self.after = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.before(x)
+        return self.after(torch.stack([self.each(hidden[place]).tanh() for place in range(len(hidden))]))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+class SampleBySampleShort(SampleBySample):
+    """Its last batch is shorter."""
+
+
+class SampleBySampleWhole(SampleBySample):
+    """Its batches are of one size."""
+
+
 def refused_modules(host: cases.Host) -> dict[str, Any]:
     found = {}
     for build in (
@@ -1630,6 +1653,7 @@ def refused_modules(host: cases.Host) -> dict[str, Any]:
         Unequal, Attached, RateInForward, RateOfTrainer, Carrying, CarryingForBatches, CarryingByLayers,
         MixedWindow, ByChance, ByChanceFound, Adjacent, AdjacentInLayers, AdjacentBefore, SparseRows,
         FeaturedDeciding,
+        SampleBySample, SampleBySampleShort, SampleBySampleWhole,
         NeedsAHook, ReadsOptimizer, FourBlocks, Lazy, SeveralCallsOneSets, KeepsASize, FreezesItself,
     ):  # fmt: skip
         if not is_chosen(build.__name__):
@@ -1649,6 +1673,9 @@ def refused_modules(host: cases.Host) -> dict[str, Any]:
         if issubclass(build, Adjacent):
             graph = (torch.eye(16), torch.randn(16, 8), torch.zeros(16, dtype=torch.long))
             data = DataLoader([graph], batch_size=None)  # type: ignore[arg-type]
+        if issubclass(build, SampleBySample):
+            data = cases.loader(24 if build is SampleBySampleShort else 32, 16)
+            strategy = {} if build is SampleBySample else {"num_micro_batches": 1}
         if build is NumbersInBatch:
             data = cases.loader(16, 8)
         if build is FourBlocks:

@@ -78,6 +78,14 @@ def test_dropout_draws_from_the_seed(two: Records) -> None:
         ("ByChance", "every tensor whose dimension 0 is 8 is cut, also one that has that length by chance"),
         ("Adjacent", "it runs for a whole batch of 16, and not for 4 of its samples: every tensor whose"),
         ("Adjacent", "such as the adjacency of a graph. MadPipeStrategy(num_micro_batches=1) cuts nothing"),
+        (
+            "SampleBySample",
+            "micro-batches of 4 samples of a batch of 16 can be run, and those of 3 or 4 or 5 samples ",
+        ),
+        ("SampleBySample", ": the model's code takes another way for the sizes of this batch ("),
+        ("SampleBySample", ", 5 and not 4). MadPipeStrategy(num_micro_batches=1) cuts no batch (with drop_last"),
+        ("SampleBySampleShort", "8 and not 16). Let all batches have the same sizes (drop_last=True in the"),
+        ("SampleBySampleWhole", "not refused"),
         ("AdjacentInLayers", "a batch of 16 can be run, and its micro-batches of 4 samples cannot ("),
         # It ended with torch's words about shapes.
         (
