@@ -17,10 +17,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from deepspeed_partition.planner.plan import Plan
-from deepspeed_partition.schedule.instructions import Compute, DeadlockError, Instruction, Message
+from deepspeed_partition.schedule.instructions import Compute, DeadlockError, Instruction, LoweringError, Message
 from deepspeed_partition.schedule.lowering import lower, seconds_in_step
 
 MOST_COMPUTATIONS = 8192
@@ -52,12 +53,13 @@ def shared_step_seconds(plan: Plan) -> float | None:
 def comparable_step_seconds(plans: Sequence[Plan]) -> list[float | None]:
     """Return the seconds of the steps of plans by which they are compared; None for a plan without a step.
 
-    They are those where messages share ports, if all are known, else those of the plans.
+    They are those where messages share ports, if all are known, else those of the plans, as where one cannot run.
     """
-    shared = [shared_step_seconds(plan) for plan in plans]
-    if any(seconds is None for seconds in shared):
-        return [plan.step_seconds for plan in plans]
-    return shared
+    with suppress(LoweringError):
+        shared = [shared_step_seconds(plan) for plan in plans]
+        if not any(seconds is None for seconds in shared):
+            return shared
+    return [plan.step_seconds for plan in plans]
 
 
 @dataclass

@@ -145,3 +145,9 @@ def test_steps_are_compared_as_planned_where_one_is_not_known_with_shared_ports(
     without = replace(with_ports, platform=replace(with_ports.platform, port_bandwidth=None))
     assert comparable_step_seconds([with_ports, without]) == [seconds_of(with_ports), seconds_of(without)]
     assert comparable_step_seconds([with_ports]) == [shared(with_ports)]
+    assert with_ports.step is not None
+    backwards = tuple(order[::-1] for order in with_ports.step.order)
+    stuck = replace(with_ports, step=replace(with_ports.step, order=backwards))
+    with pytest.raises(LoweringError):
+        shared_step_seconds(stuck)
+    assert comparable_step_seconds([with_ports, stuck]) == [seconds_of(with_ports)] * 2
