@@ -12,16 +12,14 @@ from dataclasses import replace
 from deepspeed_partition.planner.clock import Clock
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.planning.problems import problem_of, with_recomputation
+from deepspeed_partition.planner.planning.shared_choice import MORE_BUFFERS, MOST_FILLED
 from deepspeed_partition.planner.problem import Chain, Platform
 from deepspeed_partition.planner.recomputation import PER_MICRO_BATCH
 from deepspeed_partition.planner.simulate.replay import replay_and_count
 from deepspeed_partition.planner.simulate.replay_step import run_step, step_ticks
 from deepspeed_partition.planner.solvers.step.step_bounds import step_lower_bound
+from deepspeed_partition.schedule.shared_ports import comparable_step_seconds
 
-MORE_BUFFERS = (16, 8, 4)
-"""Numbers of tensors at each end of a boundary that are tried."""
-MOST_FILLED = 0.75
-"""Share of a device's memory that a plan with more of them may need: they are worth no risk."""
 MOST_OPERATIONS = 20_000
 """Operations of a step up to which it is replayed for them: a second or two."""
 
@@ -46,9 +44,15 @@ def with_more_buffers(plan: Plan, chain: Chain) -> Plan:
         if number <= platform.comm_buffers:
             break
         roomier = _with_buffers(plan, chain, replace(platform, comm_buffers=number))
-        if roomier is not None:
+        if roomier is not None and not _takes_longer_where_shared(plan, roomier):
             return roomier
     return plan
+
+
+def _takes_longer_where_shared(plan: Plan, roomier: Plan) -> bool:
+    planned, found = comparable_step_seconds([plan, roomier])
+    assert planned is not None and found is not None
+    return found > planned * (1 + 1e-9)
 
 
 def _with_buffers(plan: Plan, chain: Chain, platform: Platform) -> Plan | None:

@@ -450,7 +450,11 @@ def _plan(
             "layers have been frozen since: the plan gives every rank some"
         )
     elif engine.global_steps and options.algorithm in FASTEST and engine.runs_lists:
-        plan, gain = _unless_present_is_as_good(plan, lambda: make(plan.platform, engine.module.parts))
+        platform = replace(plan.platform, comm_buffers=BUFFERS)
+        plan, gain = _unless_present_is_as_good(
+            with_more_buffers(plan, chain),
+            lambda: with_more_buffers(make(platform, engine.module.parts), chain),
+        )
     plan = with_more_buffers(plan, chain) if engine.runs_lists else plan
     announce(plan.headline() + gain)
     announce(plan.summary(), logging.DEBUG)

@@ -182,6 +182,8 @@ def platform_words(platform: Platform) -> str:
     if platform.port_bandwidth is not None:
         hosts = "each device" if platform.devices_per_port == 1 else f"{platform.devices_per_port} devices"
         words.append(f"a port of {format_bytes(platform.port_bandwidth)}/s for {hosts}, one transfer each way")
+        if platform.comm_buffers > 2:  # what is reserved where nothing is asked for
+            words.append(f"room for {platform.comm_buffers} tensors at each end of a boundary")
     beside = []
     if platform.operation_seconds:
         beside.append(f"{format_seconds(platform.operation_seconds)} for each operation")

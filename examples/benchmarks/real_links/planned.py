@@ -3,7 +3,8 @@
     python examples/benchmarks/real_links/planned.py
 
 The chain and the links of ``main.py``: four hosts with a port each, 16 micro-batches. Beside the planned step
-are 1F1B at DeepSpeed's depth, about twice as deep, and all forwards first (GPipe), one layer per host.
+are 1F1B at DeepSpeed's depth, about twice as deep, and all forwards first (GPipe), one layer per host, with room
+for two tensors at each end of a boundary, and for 16.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ def even_chain(num_bytes: int) -> Chain:
     return Chain(name="even", input_bytes=num_bytes, layers=(layer,) * NUM_HOSTS)
 
 
-def in_order(plan: Plan, depths: list[int]) -> Plan:
-    """Return a plan with 1F1B of given depths in the place of its order."""
+def in_order(chain: Chain, platform: Platform, depths: list[int]) -> Plan:
+    """Return a plan of one layer per host under 1F1B of given depths."""
+    one_each = list(range(NUM_HOSTS + 1))
+    plan = make_plan(chain, platform, one_each, num_micro_batches=NUM_MICRO_BATCHES)
     assert plan.step is not None
     order = tuple(one_f_one_b_order(stage, depth, NUM_MICRO_BATCHES) for stage, depth in enumerate(depths))
     return replace(plan, step=replace(plan.step, order=order))
@@ -45,7 +48,7 @@ def in_order(plan: Plan, depths: list[int]) -> Plan:
 
 def main() -> None:
     table = Table(title="Seconds of a step where messages share ports; of the planned one as planned, too")
-    for name in ("link", "MB per activation", *DEPTHS, "planned", "as planned", "layers of hosts"):
+    for name in ("link", "MB per activation", *DEPTHS, "planned", "as planned", "room", "layers of hosts"):
         table.add_column(name, justify="right")
     for link, (bandwidth, sizes) in LINKS.items():
         for megabytes in sizes:
@@ -54,12 +57,15 @@ def main() -> None:
                 num_devices=NUM_HOSTS, memory_bytes=10**12, bandwidth=bandwidth, latency_seconds=LATENCY_SECONDS,
                 duplex="full", port_bandwidth=bandwidth,
             )  # fmt: skip
-            alike = make_plan(chain, platform, list(range(NUM_HOSTS + 1)), num_micro_batches=NUM_MICRO_BATCHES)
             planned = make_plan(chain, platform, num_micro_batches=NUM_MICRO_BATCHES)
-            seconds = [shared_step_seconds(in_order(alike, depths)) for depths in DEPTHS.values()]
-            seconds += [shared_step_seconds(planned), planned.step_seconds]
+            cells = []
+            for depths in DEPTHS.values():
+                both = [in_order(chain, each, depths) for each in (platform, replace(platform, comm_buffers=16))]
+                cells.append(" / ".join(f"{shared_step_seconds(plan):.2f}" for plan in both))
+            cells += [f"{shared_step_seconds(planned):.2f}", f"{planned.step_seconds:.2f}"]
             counts = " ".join(str(stop - start) for start, stop in (stage.layers for stage in planned.stages))
-            table.add_row(link, f"{megabytes:g}", *(f"{each:.2f}" for each in seconds), counts)
+            room = str(planned.platform.comm_buffers)
+            table.add_row(link, f"{megabytes:g}", *cells, room, counts)
     Console(width=140).print(table)
 
 

@@ -23,7 +23,7 @@ from deepspeed_partition.planner.solvers.step.step_simulator import WaitInCircle
 
 NUM_ALLOCATIONS = 6
 """Most allocations with contenders."""
-MOST_OPERATIONS = 50_000
+MOST_OPERATIONS = 25_000
 """Most forwards and backwards of all contenders."""
 
 
