@@ -666,10 +666,30 @@ class Reducing(MadPipeEngine):
         super()._exec_reduce_grads()
 
 
+def counted(kind: type) -> tuple[list[Any], Any]:
+    """Its calls so far, and what counts and runs DeepSpeed's own instruction, as programs have it."""
+    calls: list[Any] = []
+    stock = deepspeed.PipelineEngine._INSTRUCTION_MAP[kind]
+
+    def count(engine: Any, *arguments: Any, **keywords: Any) -> None:
+        calls.append(kind)
+        stock(engine, *arguments, **keywords)
+
+    return calls, count
+
+
 def schedules_and_instructions_that_were_replaced(_: Path) -> None:
     """DeepSpeed's own schedule runs with them, on the planned cut; said with what it is."""
     data = batches(3)
     expected = train_alone(mlp(), data, adam)
+    for kind in (schedule.ForwardPass, schedule.LoadMicroBatch):
+        calls, count = counted(kind)
+        with replaced(kind, count), heard() as sentences:
+            engine, _, _ = start(mlp(), "madpipe", planned(cut()), optimizer=adam)
+            same(train(engine, data), expected)
+        assert any(f"{kind.__name__} was replaced by tests.engine.strangers_cases" in each for each in sentences)
+        assert len(calls) == len(data) * NUM_MICRO_BATCHES and not engine.runs_lists
+        assert engine.module.parts == cut() == engine.plan.boundaries
     NUM_STEPS_SO_FAR[0] = 0
     options = planned(cut(), warmup_steps=2)
     with patch.object(schedule.TrainSchedule, "steps", steps_that_load_first):

@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("torch")
 
 from deepspeed_partition.engine.runtime import joining
+from deepspeed_partition.options import PATIENCE_SECONDS, Options
 
 HERE = Path(__file__).parent
 LONGEST_SECONDS = 150
@@ -134,6 +135,12 @@ def test_a_port_that_is_taken(tmp_path):
         assert job.exits() == [1, 1]
     assert "address already in use" in job.log(0)
     assert "rank 1 ends: it waits for rank 0 to join the job, which had begun and has ended" in job.log(1)
+
+
+def test_ranks_are_patient_for_as_long_as_the_readme_says():
+    engine = Path(__file__).parents[2] / "deepspeed_partition" / "engine"
+    [row] = [line for line in (engine / "README.md").read_text().splitlines() if "| `patience_seconds` |" in line]
+    assert float(row.split("|")[-2]) == PATIENCE_SECONDS == Options().patience_seconds == 20
 
 
 def test_what_ranks_wait_in_is_said_by_functions_that_exist():

@@ -27,6 +27,7 @@ from deepspeed_partition import (
     make_plan,
     replay,
 )
+from deepspeed_partition.planner.io.files import write_json
 from deepspeed_partition.planner.report.draw_timelines import timeline
 from tests.exhaustive import some
 from tests.planner.instances import instances
@@ -347,3 +348,19 @@ def test_a_platform_cannot_be_built_wrong(field, value):
     good = {"num_devices": 2, "memory_bytes": 1, "bandwidth": 1}
     with pytest.raises(ValueError, match=field):
         Platform(**(good | {field: value}))
+
+
+def test_files_are_created_exclusively_under_names_that_nobody_can_predict(tmp_path, monkeypatch):
+    """In a shared folder somebody may plant a link under a name that he can predict."""
+    created, stock = [], os.open
+
+    def noted(path, flags, *rest, **keywords):
+        if flags & os.O_CREAT:
+            created.append((os.path.basename(path), bool(flags & os.O_EXCL)))
+        return stock(path, flags, *rest, **keywords)
+
+    monkeypatch.setattr(os, "open", noted)
+    for _ in range(2):
+        write_json(tmp_path / "plan.json", {})
+    names, are_exclusive = zip(*created, strict=True)
+    assert are_exclusive == (True, True) and len({*names, "plan.json"}) == 3
