@@ -68,16 +68,19 @@ def _candidates(problem: Problem, algorithm: str, answer: Answer) -> Iterator[Pl
         for number in numbers:
             if number not in roomier:
                 roomier[number] = with_buffers(problem, number)
-            again = _simulated_again(roomier[number], step)
             most = int(MOST_FILLED * problem.platform.memory_bytes)
+            again = _simulated_again(roomier[number], step, most)
             plan = None if again is None else _assembled(roomier[number], algorithm, answer, again, most)
             yield plan
             if plan is not None:
                 break
 
 
-def _simulated_again(problem: Problem, step: Step) -> Step | None:
-    """Return a step on another platform, with nothing proved of it; None where a stage has no room."""
+def _simulated_again(problem: Problem, step: Step, most_bytes: int) -> Step | None:
+    """Return a step on another platform, with nothing proved of it; None where a device needs more than so much.
+
+    What it would repeat in steady state is looked for only where there is room for the step.
+    """
     if isinstance(step.steady, Pattern):
         placement = step.steady.placement
     else:
@@ -90,7 +93,7 @@ def _simulated_again(problem: Problem, step: Step) -> Step | None:
     assert problem.num_micro_batches is not None
     run = engine.run(problem.num_micro_batches, in_order(orders))
     assert run is not None
-    return replace(step, ticks=run.ticks, bound=0)
+    return replace(step, ticks=run.ticks, bound=0) if max(engine.peaks(run)) <= most_bytes else None
 
 
 def _assembled(problem: Problem, algorithm: str, answer: Answer, step: Step, most_bytes: int) -> Plan | None:
