@@ -69,6 +69,8 @@ class CapturedCalls(CapturedCall):
         self._around_call: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._error: Exception | None = None
         self._found: tuple[int, Exception | None] = 0, None
+        self._num_made = 0
+        """The most calls that the step has made, with data or without."""
         try:
             super().__init__(module, f"the modules of {step}()", (batch,), {}, first)
         except DrawsApartError as error:
@@ -161,6 +163,7 @@ class CapturedCalls(CapturedCall):
                 is_running = False
             in_place.end()
             self.made = tuple(path for path, *_ in calls)
+            self._num_made = max(self._num_made, len(calls))
             return [(given, returned) for _, given, returned in calls]
 
         step.ends_in_a_loss = True  # type: ignore[attr-defined]  # which is computed where the step runs
@@ -206,11 +209,12 @@ class CapturedCalls(CapturedCall):
     def why_fewer(self) -> str:
         """Why the layers run fewer calls than the step has made since, with data; empty where they do not."""
         number, error = self._found
-        if error is None or len(self.made) == number:
+        if error is None or self._num_made == number:
             return ""
+        found = "1 is found: behind it" if number == 1 else f"{number} are found: behind these"
         return (
-            f"{self._step} makes {len(self.made)} calls, of which {number} are found, for behind these it raises "
-            f"{type(error).__name__} where it is run without data ({str(error).splitlines()[0]})"
+            f"{self._step} makes {self._num_made} calls, of which {found} {self._step} raises "
+            f"{type(error).__name__} at {line_of_users(error)}, where it is run without data"
         )
 
     @contextmanager

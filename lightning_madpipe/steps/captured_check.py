@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from deepspeed_partition.capture.structure import flatten
 from deepspeed_partition.code_names import function_of, is_librarys, names_in
 from lightning_madpipe.finding.captured_call import verb
-from lightning_madpipe.finding.captured_calls import WAY_OUT, CapturedCalls
+from lightning_madpipe.finding.captured_calls import CapturedCalls
 from lightning_madpipe.module import PipelineCall, called_as_written
 from lightning_madpipe.steps.forward_reads import Read
 from lightning_madpipe.steps.hook_writes import writes_in_hooks
@@ -169,8 +169,8 @@ class CapturedCheck(LayerCheck):
         why_fewer = self._call.why_fewer() if isinstance(self._call, CapturedCalls) else ""
         if why_fewer:
             return LayersDifferError(
-                f"the layers of {self._name} that were found are not all: {why_fewer}. Put what decides by data "
-                f"into the forward() of a layer, or {WAY_OUT}"
+                f"the layers of {self._name} that were found are not all: {why_fewer}. Let the step do that "
+                "before its first call, and make one call, self(...) or that of a module whose forward() runs them"
             )
         return LayersDifferError(
             f"the layers that were found of {self._call.called} of {self._name} do not compute what it does, "

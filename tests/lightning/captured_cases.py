@@ -1175,6 +1175,16 @@ class DrawingBetween(SeveralCalls):
         return F.mse_loss(self.decoder(hidden), batch[0]) * factor
 
 
+class MaskedByDraws(SeveralCalls):
+    """Draws where its mask is between its calls, as PARSeq does, so that one call is found without data."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        hidden, mask = self.encoder(batch[0]), torch.zeros(8, dtype=torch.bool)
+        for place in torch.randperm(8)[:3]:
+            mask[place] = True
+        return F.mse_loss(self.decoder(hidden * mask[: hidden.shape[1]].any()), batch[0])
+
+
 class DrawingBehind(SeveralCalls):
     """Draws a factor of its loss from a generator of its own, behind its calls."""
 
@@ -1653,7 +1663,7 @@ def refused_modules(host: cases.Host) -> dict[str, Any]:
         Unequal, Attached, RateInForward, RateOfTrainer, Carrying, CarryingForBatches, CarryingByLayers,
         MixedWindow, ByChance, ByChanceFound, Adjacent, AdjacentInLayers, AdjacentBefore, SparseRows,
         FeaturedDeciding,
-        SampleBySample, SampleBySampleShort, SampleBySampleWhole,
+        MaskedByDraws, SampleBySample, SampleBySampleShort, SampleBySampleWhole,
         NeedsAHook, ReadsOptimizer, FourBlocks, Lazy, SeveralCallsOneSets, KeepsASize, FreezesItself,
     ):  # fmt: skip
         if not is_chosen(build.__name__):

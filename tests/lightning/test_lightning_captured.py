@@ -32,6 +32,11 @@ def test_dropout_draws_from_the_seed(two: Records) -> None:
         ("Sampling", "one call that is given what is drawn, such as self(x, torch.randn(len(x), 8))"),
         ("DrawingBetween", "DrawingBetween draws between its layers, from random at "),
         ("DrawingBetween", "The loss may draw behind the last call"),
+        ("MaskedByDraws", "training_step makes 2 calls, of which 1 is found: behind it training_step raises Data"),
+        (
+            "MaskedByDraws",
+            ", and make one call, self(...) or that of a module whose forward() runs them",
+        ),
         ("Dropping", "; dropout can stand in forward() itself"),
         ("NoCall", "calls neither self() nor a module whose weights are trained"),
         ("NoCall", "unknown. Change that, or name the layers: write `def pipeline_layers(self): return [self"),
