@@ -634,7 +634,8 @@ class UserSteps:
 
         @contextmanager
         def begun() -> Iterator[None]:
-            with nullcontext() if states is None else states.begun(None), calls:
+            # The mode that notes calls stands before: what begins with the step is compared at its calls.
+            with calls, nullcontext() if states is None else states.begun(None):
                 yield
 
         return begun
