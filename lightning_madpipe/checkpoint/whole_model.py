@@ -32,6 +32,7 @@ from deepspeed_partition.engine.repartition.part_descriptions import (
 from deepspeed_partition.engine.runtime.collectives import gather_objects, receive_bytes, send_bytes
 from deepspeed_partition.engine.warmup.run_platform import machine_memory_bytes
 from deepspeed_partition.planner.units import format_bytes
+from deepspeed_partition.tensor_values import bytes_view
 from lightning_madpipe.module import TiedModule
 
 PLACES = ("every_rank", "rank_zero", "none")
@@ -318,7 +319,7 @@ def passed_on(
         # As bytes: not every backend knows every type.
         sent = torch.empty(info.shape, dtype=info.dtype, device=device) if value is None else value.detach()
         sent = sent.to(device).contiguous()
-        dist.broadcast(sent.view(-1).view(torch.uint8), src=source, group=group)
+        dist.broadcast(bytes_view(sent), src=source, group=group)
         return sent
     if dist.get_rank() == 0:
         return receive_bytes(info.shape, info.dtype, device, source) if arrives else None

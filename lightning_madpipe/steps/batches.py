@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_partition.engine.pipeline.drawn_data import Copies
+from deepspeed_partition.tensor_values import bytes_view
 
 Shapes = tuple[tuple[int, ...], ...]
 """The shapes of a batch's tensors, in order."""
@@ -398,8 +399,7 @@ def _is_sparse_or_nested(tensor: Tensor) -> bool:
 
 
 def _checksum(tensor: Tensor) -> int:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return zlib.crc32(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0
+    return zlib.crc32(bytes_view(tensor.cpu()).numpy().tobytes())
 
 
 def some_of(batch: Any, size: int, number: int) -> Any:

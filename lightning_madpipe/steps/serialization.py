@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from deepspeed_partition.tensor_values import bytes_view
 from lightning_madpipe.steps.batches import map_children
 
 
@@ -53,8 +54,7 @@ def pickled(value: Any) -> tuple[bytes | None, str]:
 
 
 def _packed_tensor(tensor: Tensor) -> PackedTensor:
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    elements = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    elements = bytes_view(tensor.cpu()).numpy().tobytes()
     return PackedTensor(tensor.dtype, tuple(tensor.shape), elements, tensor.device.type != "cpu")
 
 

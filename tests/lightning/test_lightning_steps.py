@@ -19,11 +19,12 @@ from torch import nn
 from torchmetrics import Metric
 
 from deepspeed_partition.profiling import LiveBytes
+from deepspeed_partition.tensor_values import bytes_view
 from lightning_madpipe.compat.elsewhere import Elsewhere
 from lightning_madpipe.module import HOLDER, PipelineHolder, find_layers
 from lightning_madpipe.steps import rank_of_step
 from lightning_madpipe.steps.batch_runs import dims_of_outputs
-from lightning_madpipe.steps.batches import UncutBatchError, join_pieces, map_children, split_batch
+from lightning_madpipe.steps.batches import UncutBatchError, fingerprint_of, join_pieces, map_children, split_batch
 from lightning_madpipe.steps.logged_sizes import LoggedSizes
 from lightning_madpipe.steps.metrics import metrics_of
 from lightning_madpipe.steps.serialization import packed, unpacked
@@ -431,6 +432,17 @@ def test_parcels_keep_values_aliases_and_little_else() -> None:
     assert got["number"] == 7 and not got["graph"].requires_grad
     got["pair"].left.zero_()
     assert view[0] == 3
+
+
+def test_one_element_of_any_stride_is_sent() -> None:
+    """The first column of a micro-batch of one sample ended the run: torch calls its stride of 3 contiguous."""
+    column = torch.arange(3.0).reshape(1, 3)[:, :1]
+    for value in (column[:, 0], column, column.to(torch.complex64)[:, 0].conj()):
+        got = unpacked(packed([value]), torch.device("cpu"))[0]
+        assert torch.equal(got, value) and got.shape == value.shape
+        assert fingerprint_of([value]) == fingerprint_of([value.clone()])
+    assert bytes_view(torch.arange(6).reshape(2, 3).t()).view(torch.int64).tolist() == [0, 3, 1, 4, 2, 5]
+    assert not bytes_view(torch.zeros(0, 3)).numel()
 
 
 def test_mappings_of_other_classes_stay_what_they_are() -> None:

@@ -29,6 +29,7 @@ from deepspeed_partition.generators import GENERATORS, OF_THREADS, generator_sta
 from deepspeed_partition.hidden_modules import table_of
 from deepspeed_partition.kept_values import MOST_BYTES, Given, numbers_of_count, state_of
 from deepspeed_partition.profiling.attributes import PLAIN
+from deepspeed_partition.tensor_values import bytes_view
 
 HOSTS = frozenset(("lightning", "lightning_fabric", "pytorch_lightning"))
 """Packages whose objects no layer makes."""
@@ -240,8 +241,7 @@ def _unpickled(data: bytes, named: Named, classes: Mapping[tuple[str, str], type
 def _parts_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     if tensor.nbytes > MOST_BYTES:
         raise ValueError("it is too large")
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    elements = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    elements = bytes_view(tensor.cpu()).numpy().tobytes()
     kind, has_gradient = type(tensor), tensor.is_leaf and tensor.requires_grad
     return kind, tensor.dtype, tuple(tensor.shape), elements, tensor.device.type, has_gradient
 

@@ -43,6 +43,7 @@ from deepspeed_partition.hidden_modules import hidden_modules, hidden_tensors
 from deepspeed_partition.kept_values import itself, numbers_of_count, state_of
 from deepspeed_partition.profiling.attributes import attributes_of, mark
 from deepspeed_partition.profiling.sources import users_names
+from deepspeed_partition.tensor_values import bytes_view
 
 OF_DEEPSPEED = (
     "grad_accum", "param_idx_in_group", "get_full_hp_", "set_full_hp_", "load_hp_checkpoint_state",
@@ -557,10 +558,7 @@ def _checked(value: Any) -> Any:
     """A checksum in the place of a tensor or an array."""
     if not isinstance(value, torch.Tensor | numpy.ndarray):
         return value
-    if isinstance(value, torch.Tensor):
-        numbers = (value.contiguous().view(-1).view(torch.uint8) if value.numel() else value).numpy()
-    else:
-        numbers = numpy.ascontiguousarray(value)
+    numbers = bytes_view(value).numpy() if isinstance(value, torch.Tensor) else numpy.ascontiguousarray(value)
     return str(value.dtype), tuple(value.shape), zlib.crc32(numbers.tobytes())
 
 

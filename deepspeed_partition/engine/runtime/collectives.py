@@ -18,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_partition.engine.runtime import accelerator, host_staging
 from deepspeed_partition.engine.runtime.first_failure import met_by_all
+from deepspeed_partition.tensor_values import bytes_view
 
 T = TypeVar("T")
 
@@ -226,8 +227,7 @@ def send_bytes(tensor: torch.Tensor, rank: int) -> None:
     """Send the values of ``tensor``, of any type and from any device, to a rank that knows its shape."""
     if tensor.numel():
         by = functools.partial(dist.send, group=own_groups().tensors)
-        values = tensor.detach().to(_device_that_carries(tensor.device)).contiguous()
-        host_staging.send(values.reshape(-1).view(torch.uint8), rank, by=by)
+        host_staging.send(bytes_view(tensor.detach().to(_device_that_carries(tensor.device))), rank, by=by)
 
 
 def receive_bytes(shape: torch.Size, dtype: torch.dtype, device: torch.device, rank: int) -> torch.Tensor:
