@@ -148,11 +148,15 @@ class OwnGenerators:
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Leave generators where they are, whatever draws from them meanwhile."""
+        """Leave generators where they are, whatever draws from them meanwhile.
+
+        A batch that was given up begins where it began: in a window, behind what the batches before it have drawn.
+        """
         before = self._found, self._num_batches, self._begun, self._left
         self._keep_items(forgets=False)
         self._found = found_in(self._module, self._ignored)
-        self._num_batches, self._begun, self._left = 1, {}, {}
+        begun = {key: states for key, states in self._begun.items() if states.keys() == self._found.keys()}
+        self._num_batches, self._begun, self._left = 1, begun, {}
         rehearsed_already, self._is_rehearsing = self._is_rehearsing, True
         found, states = self._found, self._states()
         try:

@@ -429,6 +429,20 @@ class PreparesInThird(Layers):
         return (F.cross_entropy(self(x), y, reduction="none") * weights).mean()
 
 
+class FlipsAtRandom(Layers):
+    """Which batches are mixed with themselves, a generator of the program's own decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = random.Random(5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        if self.draws.random() < 0.3:
+            x = 0.7 * x + 0.3 * x.flip(0)
+        return F.cross_entropy(self(x), y)
+
+
 class KeepsInThird(Layers):
     """In step 3 alone it keeps its loss, counts, and draws; in all steps it keeps its last losses."""
 
@@ -965,6 +979,9 @@ def losses(host: Host) -> dict[str, Any]:
         "changing": lambda: fitted(host, Changing, labelled(64), max_epochs=3),
         "changing in warm-up": lambda: fitted(
             host, Changing, labelled(64), max_epochs=2, strategy={"warmup_steps": 7}
+        ),
+        "accumulated flips": lambda: fitted(
+            host, FlipsAtRandom, labelled(128), max_epochs=1, accumulate_grad_batches=4
         ),
         "accumulated changing": lambda: fitted(
             host, Changing, labelled(64), max_epochs=4, accumulate_grad_batches=2

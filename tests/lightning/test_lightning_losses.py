@@ -75,6 +75,7 @@ FOUND: dict[str, tuple[bool, list[Any]]] = {
     "changing": (True, ["samples"]),
     "changing in warm-up": (True, ["samples"]),
     "accumulated changing": (True, ["samples"]),
+    "accumulated flips": (True, ["samples"]),
     "switched on": (True, ["samples"]),
     "clamped": (True, ["samples"]),
     "flooded": (True, ["samples"]),
