@@ -52,12 +52,40 @@ _FOLDERS = (
 )
 
 
+LEAVES_TORCH = frozenset((Tensor.numpy, Tensor.tolist, Tensor.__array__))
+COMES_BACK = frozenset((torch.tensor, torch.as_tensor, torch.asarray))
+"""What makes tensors of other things; of ``torch.from_numpy`` a mode hears nothing, but of what is called next."""
+
+
 class TorchCalls(TorchFunctionMode):
     """Notes the calls of torch in a step that runs within this context."""
 
     def __init__(self) -> None:
         super().__init__()
         self.made: Calls = defaultdict(set)
+        self._leaves: Site | None = None
+        self._comes_back: Site | None = None
+        self._left: set[int] = set()
+        """Where tensors are that were taken to NumPy or Python: in memory that both share."""
+
+    def beyond_torch(self) -> tuple[str, str] | None:
+        """The lines where the step takes a tensor to NumPy or Python, and where it is given one from there."""
+        if self._leaves is None or self._comes_back is None:
+            return None
+        return _line_of(self._leaves), _line_of(self._comes_back)
+
+    def _look_beyond(self, func: Any, site: Site, args: Any) -> None:
+        if func in LEAVES_TORCH:
+            self._leaves = self._leaves or site
+            storage = _storage_of(args[0])
+            self._left.update([] if storage is None else [storage.data_ptr()])
+        elif self._comes_back is None and (func in COMES_BACK or any(map(self._is_of_numpy, args))):
+            self._comes_back = site
+
+    def _is_of_numpy(self, value: Any) -> bool:
+        """Whether this is a tensor in memory of NumPy's, and none that NumPy was given."""
+        storage = _storage_of(value) if type(value) is Tensor and value.device.type == "cpu" else None
+        return storage is not None and not storage.resizable() and storage.data_ptr() not in self._left
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # A compiler that follows a step is not to follow this; and what reads an attribute computes nothing.
@@ -66,7 +94,24 @@ class TorchCalls(TorchFunctionMode):
             if site is not None:
                 named = [(name, _shown(value)) for name, value in kwargs.items()] if kwargs else ()
                 self.made[site].add((*map(_shown, args), *named))
+                if self._leaves is not None or func in LEAVES_TORCH:
+                    self._look_beyond(func, site, args)
         return func(*args, **(kwargs or {}))
+
+
+def _storage_of(tensor: Tensor) -> Any:
+    try:
+        return tensor.untyped_storage()
+    except RuntimeError:  # a sparse one, or one of ``torch.func``
+        return None
+
+
+def _line_of(site: Site) -> str:
+    """The innermost line of the program at a place."""
+    _, address, last, *_ = site
+    code = next(each for each in _CODES if id(each) == address)
+    line = next((line for begin, end, line in code.co_lines() if begin <= last < end), None)
+    return f"{Path(code.co_filename).name}:{line}"
 
 
 class TriedCalls:

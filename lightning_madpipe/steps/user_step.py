@@ -80,6 +80,12 @@ NEW_AGAIN = (
     "num_micro_batches=1 the layers, too"
 )
 
+BEYOND_TORCH = (
+    "{step} makes tensors at {comes} of what it took to NumPy or Python at {leaves}: if it does so otherwise in"
+    " some batches alone, such as in another order, that is not seen, and each micro-batch does it by itself."
+    " Functions of torch are seen; num_micro_batches=1 takes whole batches"
+)
+
 
 class NoLossError(Exception):
     """A training step that is tried returns no loss that depends on the outputs."""
@@ -471,6 +477,9 @@ class UserSteps:
 
     def _check_calls(self, micro_batch: MicroBatch, calls: TorchCalls) -> None:
         """Give the batch up if it calls functions of torch that none has called there that was tried."""
+        beyond = calls.beyond_torch()
+        if beyond is not None:
+            self._say(BEYOND_TORCH.format(step=micro_batch.step, leaves=beyond[0], comes=beyond[1]))
         if self._tried_calls.are_others(calls.made):
             if self._tried_calls.is_exhausted:
                 self._say(NEW_AGAIN.format(step=micro_batch.step, times=MOST_PLACES))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -101,6 +102,26 @@ def test_fractions_and_what_metrics_do_are_no_sign() -> None:
     tried = TriedCalls()
     tried.note(first)
     assert first and not any(tried.are_others(each) for each in others)
+
+
+def test_what_goes_to_numpy_and_comes_back_is_named_by_its_lines() -> None:
+    def step(y: Tensor, comes_back: bool) -> Tensor:
+        turned = y.numpy()[::-1].copy()
+        return torch.from_numpy(turned) + 1 if comes_back else y + int(turned[0])
+
+    first = step.__code__.co_firstlineno
+    lines = (f"test_torch_calls.py:{first + 1}", f"test_torch_calls.py:{first + 2}")
+    assert [beyond(step, Y, comes_back) for comes_back in (False, True)] == [None, lines]
+    assert beyond(lambda: torch.tensor(numpy.asarray(Y).tolist())) is not None
+    assert beyond(lambda: torch.tensor([1.0, 2.0]) + Y[:2]) is None
+    assert beyond(lambda: (Y.numpy(), X.to_sparse().coalesce() * 2, torch.vmap(lambda x: x * 2)(X))) is None
+
+
+def beyond(step: Callable[..., Any], *arguments: Any) -> Any:
+    calls = TorchCalls()
+    with calls:
+        step(*arguments)
+    return calls.beyond_torch()
 
 
 def test_there_is_an_end_to_places_that_are_new() -> None:
