@@ -190,8 +190,7 @@ def recorded_graph(
     except Exception as error:
         line = line_of(error)
         raise CaptureError(
-            f"{type(model).__name__} cannot be run without data: {_first_line(error)}"
-            + (f" ({line})" if line else "")
+            f"{type(model).__name__} cannot be run without data: {_reason(error)}" + (f" ({line})" if line else "")
         ) from error
 
 
@@ -223,6 +222,12 @@ def _refuses(*arguments: Any) -> bool:
     except Exception:
         return True
     return False
+
+
+def _reason(error: BaseException) -> str:
+    if "_pack_padded_sequence" in str(error):
+        return "packed sequences are as long as data say; pack, run and unpack them within one layer's forward()"
+    return _first_line(error)
 
 
 def _first_line(error: BaseException) -> str:

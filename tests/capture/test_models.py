@@ -475,6 +475,21 @@ def test_a_capture_leaves_the_model_as_it_was():
     assert not any(type(value).__name__ == "FakeTensor" for value in model.buffers())
 
 
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return self.head(self.rnn(packed)[1][-1])
+
+
+def test_packed_sequences_are_to_stay_within_a_layer():
+    with pytest.raises(CaptureError, match=r"packed sequences .* within one layer's forward\(\) \(.*test_models"):
+        capture(Packed(), (torch.randn(3, 5, 4), torch.tensor([5, 3, 2])))
+
+
 def test_what_cannot_be_captured_is_told_with_its_line():
     with pytest.raises(CaptureError, match=r"networks\.py:\d+: if x\.sum\(\) > 0.*module of its own"):
         layers_as_they_are(networks.DataDependentBetween(), (torch.randn(3, 8),), {})
