@@ -21,6 +21,11 @@ PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
 ENGINE_HOOKS = ("backward", "configure_gradient_clipping", "optimizer_zero_grad")
 """Hooks of a LightningModule whose work the pipeline engine does, so that they would never be called."""
 
+CLIPPED_BY_HOOKS = (
+    ", and clip by gradient_clip_val; by a value that changes, in on_before_optimizer_step by "
+    "torch.nn.utils.clip_grad_norm_"
+)
+
 VALIDATION_HOOKS = (
     "on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end",
     "on_validation_epoch_end", "on_validation_end",
@@ -109,7 +114,10 @@ def _refusals_of_training(trainer: Any, module: Any, base: type, name: str) -> I
     for hook in ENGINE_HOOKS:
         own = getattr(type(module), hook)
         if own is not getattr(base, hook) and not _only_clears_gradients(own):
-            yield f"{name} overrides {hook}(), whose work the pipeline engine does: leave it out"
+            yield (
+                f"{name} overrides {hook}(), whose work the pipeline engine does: leave it out"
+                + CLIPPED_BY_HOOKS * (hook == "configure_gradient_clipping")
+            )
 
 
 def _only_clears_gradients(hook: Any) -> bool:

@@ -94,7 +94,8 @@ def _where_it_is_set(module: Any, error: AttributeError) -> str:
     if of_optimizers:
         return (
             f"configure_optimizers(), which sets {of_optimizers[0]}: read an optimizer in the step as "
-            "self.optimizers(), and a learning-rate scheduler as self.lr_schedulers()"
+            "self.optimizers(), a learning-rate scheduler as self.lr_schedulers(), and make anything else in "
+            "__init__()"
         )
     return "any hook of an epoch or a batch: set what it reads in __init__() or setup()"
 

@@ -118,7 +118,8 @@ def test_dropout_draws_from_the_seed(two: Records) -> None:
         (
             "ReadsOptimizer",
             "before configure_optimizers(), which sets self.optimizer: read an optimizer in the step as "
-            "self.optimizers(), and a learning-rate scheduler as self.lr_schedulers()",
+            "self.optimizers(), a learning-rate scheduler as self.lr_schedulers(), and make anything else in "
+            "__init__()",
         ),
         ("Lazy", "self.net.0.weight and 3 more of Lazy has no shape before a first batch"),
         ("Lazy", "run the module on one batch before fit"),
