@@ -74,7 +74,7 @@ from lightning_madpipe.steps.losses import (
 from lightning_madpipe.steps.step_results import RULES, does_with
 from lightning_madpipe.steps.step_runs import draws_in_words
 from lightning_madpipe.steps.trials import try_batch
-from lightning_madpipe.steps.what_steps_leave import said, said_of_unlike_sizes
+from lightning_madpipe.steps.what_steps_leave import said
 
 LOSSES = ("auto", "mean", "batch")
 MOST_STEPS_BETWEEN = 128
@@ -157,14 +157,8 @@ class LossOfBatches:
                 is_last = not self.engine.runs_lists or self._never_drains
                 self._try_where_needed(window, flushes, is_last=is_last)
             self._give_losses(window)
-        self._tell_of_means(window)
         self.engine.flushes = flushes if self.once else None
         self._watch()
-
-    def _tell_of_means(self, window: Sequence[BatchRun]) -> None:
-        for sizes in (run.sizes for run in window if self._means and not self.once):
-            if len(set(sizes)) > 1:
-                self._tell(said_of_unlike_sizes(list(self._means), sizes), key="means")
 
     def look_again(self, window: Sequence[BatchRun]) -> None:
         """Try the batches of a step that was given up for a sign of another loss. Collective over the job."""
@@ -421,6 +415,7 @@ class LossOfBatches:
         of = "the first" if self._num_steps == 1 else "a"
         for finding in findings:
             self._means.update(dict.fromkeys(finding.means))
+            self.steps.told_metrics.means = self._means
             new = [words for name, words in finding.traces if name not in self._told_traces]
             self._told_traces.update(name for name, _ in finding.traces)
             if new:

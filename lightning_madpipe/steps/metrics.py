@@ -48,6 +48,11 @@ def metrics_in_containers(module: nn.Module) -> dict[str, Metric]:
     return found
 
 
+def named_with_class(name: str, metric: Metric) -> str:
+    """A metric of a LightningModule in a sentence."""
+    return f"self.{name} ({type(metric).__name__})"
+
+
 def gather_between_pipelines(module: nn.Module, gather: Callable[[Tensor], list[Tensor]]) -> Callable[[], None]:
     """Let the metrics of ``module`` gather their states with ``gather``.
 
@@ -114,8 +119,11 @@ class BatchMetrics:
                 handle.remove()
 
     def value_of(self, metric: Metric) -> Any:
-        """Return the value of a metric over its calls since :meth:`begin`; None where there were none."""
-        if id(metric) not in self._called:
+        """Return the value of a metric over its calls since :meth:`begin`; None where there were none.
+
+        Nor where the metric keeps no value of its calls, as ``RunningMean``, of which Lightning shows none.
+        """
+        if id(metric) not in self._called or metric._forward_cache is None:
             return None
         own = self._copy_of(metric)
         # As torchmetrics does for the value of a call, which is each rank's own unless the metric says otherwise.
@@ -127,6 +135,7 @@ class BatchMetrics:
             own = copied(metric)
             for part in own.modules():
                 part._forward_hooks.clear()
+                part._forward_pre_hooks.clear()
             self._copies[id(metric)] = metric, own
         _, own = self._copies[id(metric)]
         if id(metric) not in self._called:

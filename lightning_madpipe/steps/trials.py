@@ -142,8 +142,7 @@ def _compared(
     )
     if isinstance(pieces, Finding):
         return pieces
-    total = sum(run.sizes)
-    left_by_pieces = traces.taken()
+    left_by_pieces, traces.losses = traces.taken(), [piece.loss for piece in pieces]
     uneven = [name for name, end in whole.drawn.items() if any(piece.drawn.get(name) != end for piece in pieces)]
     if uneven:
         return Finding(
@@ -206,9 +205,7 @@ def _compared(
         draws_for_batch=draws.are_for_batch,
         draws_for_samples=draws.are_for_samples,
         means=tuple(traces.means_over(left_by_whole)),
-        traces=tuple(
-            differences(traces, left_by_whole, left_by_pieces, left_as_trained, total % len(run.sizes) == 0)
-        ),
+        traces=tuple(differences(traces, left_by_whole, left_by_pieces, left_as_trained)),
         **logs,
         wrong_results=wrong_results,
     )
@@ -232,12 +229,13 @@ def _tried_parts(
     Returns:
         What is found where one of them gives no loss.
     """
-    pieces = []
+    pieces, told = [], steps.told_metrics.for_trial()
     begin, total = 0, sum(part.size for part in parts)
     for part, own in zip(parts, outputs, strict=True):
         try:
-            with draws.replayed(begin, part.size, total):
+            with draws.replayed(begin, part.size, total), told.watching(part):
                 pieces.append(steps.try_once(part, own, is_tuple, watched_by))
+            told.end(part)
             note(part)
         except OUT_OF_MEMORY:
             raise

@@ -56,6 +56,7 @@ from lightning_madpipe.steps.step_results import does_with, means_of, names_of_n
 from lightning_madpipe.steps.step_runs import StepRuns
 from lightning_madpipe.steps.step_side_effects import Change, Leftovers, Place, reached_objects
 from lightning_madpipe.steps.tensor_comparison import as_real, has_gradient
+from lightning_madpipe.steps.told_metrics import ToldMetrics
 from lightning_madpipe.steps.torch_calls import MOST_PLACES, TorchCalls, TriedCalls
 from lightning_madpipe.steps.what_layers_set import LayerTraces
 from lightning_madpipe.steps.written_files import OpenFiles
@@ -130,6 +131,7 @@ class UserSteps:
         self._error = error
         self._ignored = ignored
         self._logs = LogCalls(module, error)
+        self.told_metrics = ToldMetrics(module, self._say)
         self._shapes_of_pieces: dict[Any, list[tuple[int, ...]]] = {}
         self._dims: dict[str, Dims] = {}
         self._dims_of_inputs: dict[str, list[tuple[int, int] | None]] = {}
@@ -800,7 +802,8 @@ class UserSteps:
                 micro_batch.log_calls.append(log_call)
 
         ends = _graph_of(outputs)
-        with self._logs.watching_metrics():
+        told = nullcontext() if self.rehearsing else self.told_metrics.watching(micro_batch)
+        with self._logs.watching_metrics(), told:
             # A step that is watched may show a sign of another loss: then its batch runs again.
             again = self.rehearsing or self._may_run_again() or self._is_watched(micro_batch)
             calls = TorchCalls() if self._is_watched(micro_batch) else None
@@ -820,6 +823,9 @@ class UserSteps:
         loss = returned.get("loss") if isinstance(returned, Mapping) else returned
         if isinstance(loss, Tensor) and loss.numel() == 1:
             micro_batch.loss = loss.detach().reshape(())
+        if not self.rehearsing:
+            self.told_metrics.end(micro_batch)
+        if isinstance(loss, Tensor) and micro_batch.loss is not None:
             if not self.rehearsing:
                 self._check_draws(micro_batch)
             if self._is_watched(micro_batch):

@@ -22,7 +22,7 @@ from torchmetrics import MeanMetric, Metric
 from deepspeed_partition.code_names import CodeSearch
 from deepspeed_partition.raw_states import RawState
 from lightning_madpipe.steps.hooks_of_program import hooks_of_program
-from lightning_madpipe.steps.metrics import copied, metrics_in_containers, metrics_of
+from lightning_madpipe.steps.metrics import copied, metrics_in_containers, metrics_of, named_with_class
 from lightning_madpipe.steps.tensor_comparison import as_real
 
 CLOSE = 1e-4
@@ -58,6 +58,8 @@ class StepTraces:
         self._before = steps.leftovers(undoable=True)
         self._module = module
         self._means: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        self.losses: Sequence[float] = ()
+        """Those of the micro-batches that are noted."""
 
     def taken(self) -> dict[str, Trace]:
         """The traces since the beginning, which are then undone."""
@@ -70,7 +72,7 @@ class StepTraces:
                 found[str(change.place)] = Trace(gained, numbers_of(change.value))
         for name, metric in self._metrics.items():
             if name in self._fresh and metric.update_called:
-                found[_named(name, metric)] = Trace(None, numbers_of(_value_of(metric)))
+                found[named_with_class(name, metric)] = Trace(None, numbers_of(_value_of(metric)))
         self._before.undo()
         return found
 
@@ -88,13 +90,21 @@ class StepTraces:
         """Note the metrics after the step of a micro-batch of so many samples."""
         for name, metric in self._metrics.items():
             if isinstance(metric, MeanMetric) and name in self._fresh and metric.update_called:
-                self._means[_named(name, metric)].append((size, float(metric.mean_value.sum())))
+                self._means[named_with_class(name, metric)].append((size, float(metric.mean_value.sum())))
 
     def is_mean_over(self, name: str, whole: Trace) -> bool:
         """Whether a mean of numbers of micro-batches of one size would be that of the batch."""
         sizes, sums = zip(*self._means.get(name, [(1, math.nan)]), strict=True)
         mean = numpy.average(numpy.diff(sums, prepend=0.0), weights=sizes)
         return bool(numpy.allclose(mean, float(whole.numbers.get("", torch.tensor([math.nan]))[0]), rtol=CLOSE))
+
+    def is_told_again(self, name: str, whole: Trace) -> bool:
+        """Whether a mean is told once for the batch what its micro-batches have told it: losses, or means."""
+        sums = [told for _, told in self._means.get(name, ())]
+        is_loss = len(sums) == len(self.losses) and numpy.allclose(
+            numpy.diff(sums, prepend=0.0), self.losses, rtol=CLOSE
+        )
+        return is_loss or self.is_mean_over(name, whole)
 
     def means_over(self, left: Mapping[str, Trace]) -> list[str]:
         """The metrics that are told one number for each micro-batch, which count alike whatever the sizes."""
@@ -106,21 +116,17 @@ def differences(
     whole: Mapping[str, Trace],
     pieces: Mapping[str, Trace],
     trained: Mapping[str, Trace],
-    even: bool,
 ) -> list[tuple[str, str]]:
     """What is left otherwise by micro-batches: its name, and that in words.
 
     Args:
         pieces: By those of a trial, which are of unlike sizes.
         trained: By those that the batch is trained in; empty where they are the same.
-        even: The batch is cut into micro-batches of one size when it trains.
     """
     found = [
         (name, _in_words(name, trace, pieces[name], trained.get(name)))
         for name, trace in whole.items()
-        if name in pieces
-        and not _are_same(trace, pieces[name])
-        and not (even and traces.is_mean_over(name, trace))
+        if name in pieces and not _are_same(trace, pieces[name]) and not traces.is_told_again(name, trace)
     ]
     as_trained = {**pieces, **trained}  # where the micro-batches of the trial are fewer
     told, parts = {name for name, _ in found}, trained or pieces
@@ -149,20 +155,6 @@ def said(differing: Sequence[str], number: int) -> str:
         f"training_step runs once per micro-batch, so that for {of} {'; '.join(differing[:MOST_NAMED])}{more}: "
         "MadPipeStrategy(loss='batch') runs it once per batch"
     )
-
-
-def said_of_unlike_sizes(means: Sequence[str], sizes: Sequence[int]) -> str:
-    """The sentence for a batch whose micro-batches are of unlike sizes, where metrics take all for one size."""
-    words, name = " and ".join(map(str, dict.fromkeys(sizes))), means[0]
-    return (
-        f"a batch is cut into micro-batches of {words} samples, and training_step gives {name} a mean of each. "
-        "All count alike there, so that it is another number than in one process. Give it their samples, "
-        "update(loss, weight=len(y)), leave the batch out (drop_last=True), or use MadPipeStrategy(loss='batch')"
-    )
-
-
-def _named(name: str, metric: Metric) -> str:
-    return f"self.{name} ({type(metric).__name__})"
 
 
 def _in_words(name: str, whole: Trace, pieces: Trace, trained: Trace | None) -> str:

@@ -203,14 +203,14 @@ def test_what_steps_do_that_are_not_tried_is_told(two: Records) -> None:
 def test_what_one_of_both_changes_is_told() -> None:
     """The lowest loss was that of a micro-batch, in silence, where the batch had none that low."""
     one = {"": torch.ones(1)}
-    traces: Any = SimpleNamespace(is_mean_over=lambda *_: False, is_joined=lambda _: False)
+    traces: Any = SimpleNamespace(is_told_again=lambda *_: False, is_joined=lambda _: False)
     left = {"self.lowest": Trace(None, one), "self.kept": Trace(2, one)}
-    assert differences(traces, {}, left, {}, even=True) == [
+    assert differences(traces, {}, left, {}) == [
         ("self.lowest", "self.lowest is changed by micro-batches alone"),
         ("self.kept", "self.kept gets 2 entries instead of 0"),
     ]
-    assert differences(traces, left, {}, {}, even=True)[0][1] == "self.lowest is changed by the batch alone"
-    assert not differences(traces, left, left, left, even=True)
+    assert differences(traces, left, {}, {})[0][1] == "self.lowest is changed by the batch alone"
+    assert not differences(traces, left, left, left)
 
 
 def test_numbers_are_read_in_all_that_is_looked_at() -> None:
@@ -254,11 +254,11 @@ def test_the_number_of_entries_is_told_of_tensors_that_nobody_joins() -> None:
     tensors = {"": torch.arange(4.0)}
     whole = {"self.joined": Trace(1, tensors), "self.kept": Trace(1, tensors), "self.names": Trace(4, tensors)}
     pieces = {"self.joined": Trace(4, tensors), "self.kept": Trace(4, tensors), "self.names": Trace(4, tensors)}
-    traces: Any = SimpleNamespace(is_mean_over=lambda *_: False, is_joined=lambda name: name == "self.joined")
-    found = differences(traces, whole, pieces, {}, even=True)
+    traces: Any = SimpleNamespace(is_told_again=lambda *_: False, is_joined=lambda name: name == "self.joined")
+    found = differences(traces, whole, pieces, {})
     assert found == [("self.kept", "self.kept gets 4 entries instead of 1, which are the same joined")]
     trained = {**pieces, "self.kept": Trace(8, tensors)}  # the trial cuts eight samples in four
-    found = differences(traces, whole, pieces, trained, even=True)
+    found = differences(traces, whole, pieces, trained)
     assert found == [("self.kept", "self.kept gets 8 entries instead of 1, which are the same joined")]
 
 
@@ -300,10 +300,10 @@ def test_a_count_of_samples_that_a_step_returns_is_told_of() -> None:
 def test_numbers_in_words_are_those_of_training() -> None:
     """A trial cuts 8 samples in 7: a counter was said to be 7, at the end of an epoch it was 64 for 8 batches."""
     whole, tried, trained = ({"self.t": Trace(None, {"": torch.tensor([value])})} for value in (1.0, 7.0, 8.0))
-    traces: Any = SimpleNamespace(is_mean_over=lambda *_: False)
-    assert differences(traces, whole, tried, trained, even=False) == [("self.t", "self.t is 8 instead of 1")]
-    assert differences(traces, whole, tried, {}, even=False) == [("self.t", "self.t is 7 instead of 1")]
-    [(_, unlike)] = differences(traces, whole, tried, whole, even=False)
+    traces: Any = SimpleNamespace(is_told_again=lambda *_: False)
+    assert differences(traces, whole, tried, trained) == [("self.t", "self.t is 8 instead of 1")]
+    assert differences(traces, whole, tried, {}) == [("self.t", "self.t is 7 instead of 1")]
+    [(_, unlike)] = differences(traces, whole, tried, whole)
     assert unlike == "self.t is 7 instead of 1 where its micro-batches are of unlike sizes"
     assert error_in_words(0.5) == "50.00% off"
     assert error_in_words(4e11) == "far off, for that of the batch is next to 0"  # was 44926466047763.83%

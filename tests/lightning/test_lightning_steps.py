@@ -148,8 +148,11 @@ def test_a_step_reaches_the_loggers_of_rank_0(two: Records) -> None:
 
 
 def test_a_step_runs_once_per_micro_batch(two: Records) -> None:
-    """Whatever measures or rehearses it before leaves nothing: 16 + 16 + 5 samples are 4 + 4 + 4 pieces."""
-    counts = {"before": 12, "after": 12, "draws": 12, "steps": 12.0, "updates": 12}
+    """Whatever measures or rehearses it before leaves nothing: 16 + 16 + 5 samples are 4 + 4 + 4 pieces.
+
+    A mean is told once for each batch what its pieces told it.
+    """
+    counts = {"before": 12, "after": 12, "draws": 12, "steps": 12.0, "updates": 3}
     assert two.of("counted") == {**counts, "on rank 0": 12}
 
 
