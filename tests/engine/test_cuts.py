@@ -332,11 +332,13 @@ def test_cuts_of_checkpoints(tmp_path):
     assert saved_cut.folder_to_load(str(tmp_path), "x", universal=False) == tmp_path / "x"
 
 
-def test_groups_are_told_apart_where_ranks_have_different_numbers():
+def test_groups_are_told_apart_where_ranks_have_made_other_ones():
     def infos(*keys):
         return [parameter_groups.GroupInfo((), key, {}, True) for key in keys]
 
-    assert parameter_groups._places([infos("a", "b"), infos("b", "c")]) == [[0, 1], [0, 1]]
+    assert parameter_groups._places([infos("a", "b"), infos("a", "b")]) == [[0, 1], [0, 1]]
+    assert parameter_groups._places([infos("a", "b"), infos("b", "c")]) == [[0, 1], [1, 2]]
+    assert parameter_groups._places([infos("a", "b"), infos("b", "a")]) == [[0, 1], [1, 0]]
     assert parameter_groups._places([infos("b"), infos("a", "b")]) == [[1], [0, 1]]
     assert parameter_groups._places([infos("a"), infos("a", "c"), infos("b", "c")]) == [[1], [1, 2], [0, 2]]
     same = [{"params": [], "lr": 1.0}, {"params": [], "lr": 1.0}, {"params": [], "lr": 2.0}]

@@ -320,6 +320,35 @@ def groups_that_become_empty_and_fill_again(_: Path) -> None:
         assert engine.lr_scheduler is scheduler
 
 
+def groups_that_ranks_have_as_many_of(_: Path) -> None:
+    """Two rates for two halves, one on each rank: a layer that moved had the other half's rate, in silence."""
+    data, even = batches(3 * STEPS), [0, 4, 8] if world() == 2 else [0, 2, 4, 6, 8]
+    cuts_from_there = [even, *cuts()[:2]]
+
+    def by_half(model: nn.Module) -> torch.optim.Optimizer:
+        halves: list[list[Any]] = [[], []]
+        for name, weight in model.named_parameters():
+            halves[int(name.partition(".")[0]) // 4].append(weight)
+        rates = zip(halves, (5e-2, 1e-2), strict=True)
+        return torch.optim.SGD([{"params": half, "lr": rate} for half, rate in rates if half], momentum=0.9)
+
+    def in_other_orders(model: nn.Module) -> torch.optim.Optimizer:
+        groups = [
+            {"params": [each for each in model.parameters() if (each.ndim > 1) == is_matrix], "lr": rate}
+            for is_matrix, rate in ((True, 5e-2), (False, 1e-2))
+        ]
+        return torch.optim.SGD(groups if torch.distributed.get_rank() == 0 else groups[::-1], momentum=0.9)
+
+    for zero in (0, 1):
+        engine, _, _ = start(mlp(), even, untested(zero), optimizer=by_half)
+        same(train_and_move(engine, data, cuts_from_there), train_alone(mlp(), data, by_half))
+        engine, _, _ = start(mlp(), even, untested(zero), optimizer=in_other_orders)
+        same(train_and_move(engine, data, cuts_from_there), train_alone(mlp(), data, in_other_orders))
+    engine, _, _ = start(mlp(), even, optimizer=in_other_orders, lr_scheduler=warm_up)
+    with raised(RuntimeError, "the same parameter groups in different orders", "in one order on every rank"):
+        engine.recut(cuts()[0])
+
+
 def groups_of_layers_and_groups_that_are_added(_: Path) -> None:
     """A group for each layer, with a schedule, and one that a script adds: both ended in a zip() of torch's."""
     data = batches(3 * STEPS)
@@ -538,7 +567,9 @@ def planned_and_moved(_: Path) -> None:
 BOTH = [tied_layers, noise_and_batch_norm, frozen_layers, a_checkpoint_between_moves]
 ONLY_TWO = [
     every_optimizer, a_state_of_any_shape, adagrad_and_the_configurations_optimizer, half_precision,
-    schedules_go_on, groups_that_become_empty_and_fill_again, groups_of_layers_and_groups_that_are_added,
+    schedules_go_on, groups_that_become_empty_and_fill_again,
+    groups_that_ranks_have_as_many_of,
+    groups_of_layers_and_groups_that_are_added,
     fp16_with_its_loss_scale, clipping_goes_on,
     nothing_is_lost, memory_of_a_move, counts_and_settings_stay, states_are_found_by_deepspeed, planned_and_moved,
 ]  # fmt: skip

@@ -195,7 +195,7 @@ class MovingEngine(AnyPlanEngine):
         num_scheduled, groups = self._num_scheduled(self._every_group), copy.copy(self._groups)
         groups.gather(self._every_group, self.grid.get_pipe_parallel_group())
         self._is_scheduler_assigned(num_scheduled == len(groups.groups))
-        self._refuse_scheduler_of_few_groups(len(groups.groups))
+        self._refuse_scheduler_of_few_groups(groups)
 
     def check_that_optimizer_can_go_on(self, *, after_steps: bool = False) -> None:
         """Refuse an optimizer that keeps something of its parameters where it does not go with them. Collective.
@@ -235,13 +235,19 @@ class MovingEngine(AnyPlanEngine):
             )
         return is_assigned, all(knows for _, knows in told)
 
-    def _refuse_scheduler_of_few_groups(self, num_groups: int) -> None:
+    def _refuse_scheduler_of_few_groups(self, groups: ParameterGroups) -> None:
         """Refuse one that was made for the groups of a rank, where other ranks have others. Collective.
 
         Raises:
-            RuntimeError: on every rank, some rank's scheduler has not this number of groups.
+            RuntimeError: on every rank, some rank's scheduler has not this number of groups, or not in this order.
         """
-        rates = getattr(self.lr_scheduler, "base_lrs", None)
+        if any(gather_objects(groups.are_reordered and self.lr_scheduler is not None)):
+            raise RuntimeError(
+                "the ranks have made the same parameter groups in different orders, and when layers move the "
+                f"{type(self.lr_scheduler).__name__} would set the rate of one group in another: give them in one "
+                "order on every rank, those without parameters of the rank too, {'params': [], ...}"
+            )
+        rates, num_groups = getattr(self.lr_scheduler, "base_lrs", None), len(groups.groups)
         told = gather_objects(len(rates) if isinstance(rates, list) else num_groups)
         if any(number != num_groups for number in told):
             raise RuntimeError(
@@ -258,7 +264,7 @@ class MovingEngine(AnyPlanEngine):
         """
         assert self._groups is not None
         groups, scheduler = self._groups.groups, self.lr_scheduler
-        self._refuse_scheduler_of_few_groups(len(groups))
+        self._refuse_scheduler_of_few_groups(self._groups)
         knows_all = num_scheduled == len(groups)
         is_assigned, all_know = self._is_scheduler_assigned(knows_all)
         if is_assigned:
@@ -328,14 +334,14 @@ class MovingEngine(AnyPlanEngine):
         if (self.owns_cut or self._config.pipeline.get("partition_method")) and not self.zero_use_cpu_optimizer():
             prefer_torch_adam(self._config)
         optimizer = super()._configure_basic_optimizer(model_parameters)
-        self._groups = ParameterGroups(optimizer, self.module)
+        self._groups = ParameterGroups(optimizer, self.module, self._groups)
         return optimizer
 
     def _configure_optimizer(self, client_optimizer, model_parameters):
         if self.owns_cut:
             check_every_rank_trains(allocation_of(self.module), trainable_parameters(self.module))
         if isinstance(client_optimizer, torch.optim.Optimizer):
-            self._groups = ParameterGroups(client_optimizer, self.module)
+            self._groups = ParameterGroups(client_optimizer, self.module, self._groups)
         elif client_optimizer is not None:
             make_optimizer = client_optimizer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from deepspeed.pipe import PipelineModule
 from deepspeed_partition.engine.pipeline.tied_copies import parameter_names
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""What tells one object from another of its kind on the same rank alone."""
 OF_PARAMETERS = ("params", "param_names")
 """What a parameter group says about single parameters; the rest of it are settings."""
 
@@ -25,7 +28,7 @@ class GroupInfo:
     names: tuple[str, ...]
     """Global names of its parameters on that rank."""
     key: str
-    """The text that tells the group from others, where ranks have different numbers of groups."""
+    """The text that tells the group from others, where ranks have other groups."""
     settings: dict[str, Any]
     """Learning rate, weight decay and the rest."""
     live: bool
@@ -35,10 +38,17 @@ class GroupInfo:
 class ParameterGroups:
     """The groups of an optimizer as the user made them, before DeepSpeed drops empty ones or flattens them.
 
-    A group is the same on every rank by its place, so that a parameter finds its group on another rank.
+    So that a parameter finds its group on another rank, groups are the same by their place where all ranks have
+    made them with the same settings. Where they have not, as with a rate for each layer, a group is told by its
+    settings.
+
+    Args:
+        before: Those of the same optimizer before layers moved, which ranks have brought together.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, module: PipelineModule) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, module: PipelineModule, before: ParameterGroups | None = None
+    ) -> None:
         self._module = module
         names = parameter_names(module)
         self.groups: list[dict[str, Any]] = list(optimizer.param_groups)
@@ -47,6 +57,12 @@ class ParameterGroups:
             tuple(names[parameter] for parameter in group["params"] if parameter in names) for group in self.groups
         ]
         self._keys = _keys(self.groups)
+        self.are_reordered = False
+        """Whether ranks have made the same groups in different orders, and some rank has another one now."""
+        self._are_common = False
+        if before is not None and before._are_common and len(before._keys) == len(self._keys):
+            # Settings may be others by now on ranks that had no parameters in a group.
+            self._keys, self._are_common, self.are_reordered = before._keys, True, before.are_reordered
 
     def gather(self, optimizer: EveryGroup, pipe_group: dist.ProcessGroup) -> None:
         """Learn every stage's groups, and bring this rank's list to the union of them.
@@ -60,7 +76,8 @@ class ParameterGroups:
                 tuple(names_here[each] for each in group["params"] if each in names_here) for group in added
             )
             self._names = [*self._names, *of_each]
-            self._keys = _keys(self.groups)
+            # Not made anew: the settings of a group that DeepSpeed dropped are old ones.
+            self._keys = [*self._keys, *(f"{key}, added" for key in _keys(self.groups)[len(self._keys) :])]
         in_use = optimizer.in_use
         mine = [
             GroupInfo(names, key, _settings(group), id(group) in in_use)
@@ -68,12 +85,13 @@ class ParameterGroups:
         ]
         by_stage = gather_objects(mine, pipe_group)
         places = _places(by_stage)
+        self.are_reordered |= any(of_stage != sorted(of_stage) for of_stage in places)
         own = dict(zip(places[dist.get_rank(pipe_group)], self.groups, strict=True))
         members: dict[int, list[GroupInfo]] = {}
         for stage_places, infos in zip(places, by_stage, strict=True):
             for place, info in zip(stage_places, infos, strict=True):
                 members.setdefault(place, []).append(info)
-        self.groups, self._names, self._keys = [], [], []
+        self.groups, self._names, self._keys, self._are_common = [], [], [], True
         for place, infos in sorted(members.items()):
             group = own.get(place, {"params": []})
             if id(group) not in in_use:
@@ -196,7 +214,7 @@ def _keys(groups: list[dict[str, Any]]) -> list[str]:
     """The settings as text; equal ones are numbered."""
     keys: list[str] = []
     for group in groups:
-        text = repr(sorted(_settings(group).items()))
+        text = ADDRESS.sub("", repr(sorted(_settings(group).items())))
         keys.append(f"{text} #{sum(key.startswith(text) for key in keys)}")
     return keys
 
@@ -204,10 +222,10 @@ def _keys(groups: list[dict[str, Any]]) -> list[str]:
 def _places(by_stage: list[list[GroupInfo]]) -> list[list[int]]:
     """Find, for each stage, the global place of each of its groups.
 
-    Users give the same groups on every rank, some of them empty. Where a rank has fewer, its script left
-    empty groups out, and groups are told apart by their settings.
+    Users give the same groups on every rank, some of them empty. Where a rank has other ones, its script has left
+    empty groups out, or given each layer its own, and groups are told apart by their settings.
     """
-    if len({len(infos) for infos in by_stage}) == 1:
+    if len({tuple(info.key for info in infos) for infos in by_stage}) == 1:
         return [list(range(len(infos))) for infos in by_stage]
     known: list[str] = []
     for infos in by_stage:
