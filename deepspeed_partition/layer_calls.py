@@ -74,6 +74,13 @@ def _rebuilt(original: Any) -> Any:
     return unpacking(original)
 
 
+def original_of(layer: Any) -> Any:
+    """Return what a stand-in stands for; anything else as it is."""
+    while type(layer) is _StandIn:
+        layer = object.__getattribute__(layer, "_original")
+    return layer
+
+
 def stand_in(original: Callable[..., Any], call: Callable[..., Any]) -> Any:
     """Return an object that runs ``call`` when called, and has the attributes and the class of ``original``."""
     return _StandIn(original, call)

@@ -980,6 +980,79 @@ def what_layers_count_goes_with_them(_: Path) -> None:
     same(losses, expected)
 
 
+class CountsWhenCalled:
+    """A layer that is no module: it counts in itself, and in a meter that it makes when it first runs."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self.generator = torch.Generator().manual_seed(3)
+        self.numbers: Any = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.num_calls:
+            self.meter = Meter()
+        self.num_calls += 1
+        self.meter.total += 0.5
+        drawn = float(torch.rand((), generator=self.generator))
+        read = 0 if self.numbers is None else next(self.numbers)
+        return x * (1 + 0.1 * drawn + 0.01 * (self.num_calls + self.meter.total + read))
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        """A method that is a layer."""
+        self.num_calls += 1
+        return x * (1 + 0.01 * self.num_calls)
+
+
+class Meter:
+    """What an object of a program holds."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+
+
+def counting_in(counts: dict[str, int], x: torch.Tensor, *, total: torch.Tensor) -> torch.Tensor:
+    """A layer that counts in its arguments."""
+    counts["n"] += 1
+    total += 1
+    return x * (1 + 0.01 * counts["n"] + 0.01 * total)
+
+
+def callables_go_with_what_they_hold(_: Path) -> None:
+    """Layers that are objects, methods, partials or functions left on the old rank what they had counted."""
+    data = batches(4)
+
+    def layers(numbers: Any = None) -> list[Any]:
+        def counts_in_itself(x: torch.Tensor) -> torch.Tensor:
+            counted.n += 1
+            return x * (1 + 0.01 * counted.n)
+
+        counted: Any = counts_in_itself
+        counted.n = 0
+        called = CountsWhenCalled()
+        called.numbers = numbers
+        held = [
+            called, CountsWhenCalled().scaled, partial(counting_in, {"n": 0}, total=torch.zeros(())),
+            counts_in_itself,
+        ]  # fmt: skip
+        return [*mlp()[:3], *held, *mlp()[3:]]
+
+    expected = train_alone(layers(), data, two_groups)
+    with said_here() as said:
+        engine, _, _ = start(layers(), [0, 4, 12], optimizer=two_groups)
+        losses = train(engine, data[:1])
+        for boundaries, batch in zip(([0, 9, 12], [0, 2, 12], [0, 5, 12]), data[1:], strict=True):
+            engine.recut(boundaries)
+            losses += [float(engine.train_batch(iter(batch)))]
+    same(losses, expected)
+    assert not [line for of_rank in gather_objects(said) for line in of_rank if "was changed by layer" in line]
+    with said_here() as said:
+        engine, _, _ = start(layers(number for number in range(99)), [0, 4, 12], optimizer=two_groups)
+        train(engine, data[:1])
+        engine.recut([0, 2, 12])
+    [line] = [line for of_rank in gather_objects(said) for line in of_rank if "was changed by layer" in line]
+    assert "its numbers (generator) was changed by layer 3 (CountsWhenCalled) while it ran" in line, line
+
+
 def note(*_: Any) -> None:
     """A hook."""
 
@@ -1648,7 +1721,7 @@ CASES = [
     layers_that_remember,
     a_schedule_and_an_optimizer_that_are_set_later,
     attributes_and_hooks_of_layers_that_move, a_loss_over_all_parameters_is_said,
-    layers_are_listed_between_steps, what_layers_count_goes_with_them,
+    layers_are_listed_between_steps, what_layers_count_goes_with_them, callables_go_with_what_they_hold,
     averages_of_weights, numbers_that_a_script_sets_before_the_engine_starts,
     what_hinders_a_move_is_refused_before_the_warm_up,
     checkpoints_that_begin_at_words, batch_normalization_in_half_precision,

@@ -13,6 +13,7 @@ pytest.importorskip("deepspeed")
 
 from deepspeed_partition.engine.pipeline import beside_layers  # noqa: E402
 from deepspeed_partition.engine.pipeline.beside_layers import SharedThings  # noqa: E402
+from deepspeed_partition.layer_calls import stand_in  # noqa: E402
 
 helpers, own = ModuleType("helpers"), ModuleType("own")
 helpers.colorsys, helpers.own = colorsys, own  # type: ignore[attr-defined]
@@ -60,3 +61,32 @@ def test_of_modules_only_the_programs_are_told(kind: Any, is_told: bool, monkeyp
     with shared.told(0):
         layers[0](torch.ones(3))
     assert bool(said) == is_told
+
+
+class CountsInItself:
+    """A layer that is no module."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self, x: Any) -> Any:
+        self.num_calls += 1
+        return x
+
+
+def test_what_functions_and_objects_of_two_stages_change_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where stand-ins were timed in their place, as in a warm-up, nor of what an object has itself."""
+    counts = {"n": 0}
+
+    def counts_around_it(x: Any) -> Any:
+        counts["n"] += 1
+        return x
+
+    said: list[str] = []
+    monkeypatch.setattr(beside_layers, "warn_once", lambda _, sentence: said.append(sentence))
+    for layer, written in ((counts_around_it, "counts"), (CountsInItself(), "its num_calls")):
+        shared = SharedThings([stand_in(layer, layer), layer], [0, 1])
+        with shared.told(0):
+            layer(1)
+        assert said and f"changes {written} while it runs" in said.pop(), said
+        said.clear()

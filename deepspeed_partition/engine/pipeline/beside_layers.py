@@ -12,10 +12,10 @@ import functools
 import math
 import numbers
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from io import IOBase
-from types import FunctionType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,9 +23,20 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
-from deepspeed_partition.code_names import CodeSearch, Name, forward_of, is_installed, is_librarys
+from deepspeed_partition.code_names import (
+    LIBRARIES,
+    CodeSearch,
+    Name,
+    forward_of,
+    function_of,
+    is_installed,
+    is_librarys,
+    module_of,
+)
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.generators import GENERATORS, members_of
+from deepspeed_partition.hidden_modules import table_of
+from deepspeed_partition.layer_calls import original_of
 from deepspeed_partition.profiling.attributes import attributes_of
 
 DEPTH = 3
@@ -35,6 +46,8 @@ MOST_MEMBERS = 1000
 more numbers sums are compared."""
 MOST_NUMBERS = 2**28
 """Most numbers of a tensor or an array that are summed."""
+_OF_HOSTS = frozenset(LIBRARIES) - {"torch"}
+"""Packages whose objects each rank has of its own."""
 MISSED = (LookupError, AttributeError, TypeError)
 """What a layer raises that does not find what another one should have left."""
 HAND_IT_ON = (
@@ -71,6 +84,7 @@ def names_beside(function: Any) -> list[Name]:
     Args:
         function: A layer: a module, a function, or a ``LayerSpec``, which need not be built.
     """
+    function = original_of(function)
     kind = _kind_of(function)
     own = "" if kind is None or is_librarys(kind) else (kind.__module__ or "").partition(".")[0]
 
@@ -89,8 +103,94 @@ def names_beside(function: Any) -> list[Name]:
     parts = (function.func, *function.args) if isinstance(function, functools.partial) else (function,)
     for each in parts:
         if not isinstance(each, nn.Module | LayerSpec):
-            search.read(each, None)
+            _read_called(each, search)
     return [name for name in search.found.values() if _is_data(name.value)]
+
+
+def _read_called(function: Any, search: CodeSearch) -> None:
+    """Read the code of what is called: a function, a method, or an object whose class says what a call does."""
+    if isinstance(function, MethodType):
+        search.read(function, type(function.__self__))
+    elif function_of(function) is None and callable(function) and not isinstance(function, type):
+        search.read(type(function).__call__, type(function))
+    else:
+        search.read(function, None)
+
+
+class Held(NamedTuple):
+    """What something that is called, and is no module, holds itself."""
+
+    owner: Any
+    written: str
+    """How its members are called, with ``{key}`` for the name of each."""
+    table: MutableMapping[Any, Any]
+
+    def members(self) -> dict[Any, Any]:
+        """Its members, but for modules and what DeepSpeed, this package or Lightning has made."""
+        return {
+            key: value
+            for key, value in list(self.table.items())
+            if not isinstance(value, nn.Module | ModuleType)
+            and module_of(type(value)).partition(".")[0] not in _OF_HOSTS
+        }
+
+
+def held_by(function: Any) -> list[Held]:
+    """What a layer or a loss function holds that is called, and is no module.
+
+    That is: the attributes of an object, of what a method belongs to, and of a function; the arguments of a
+    partial.
+    """
+    found: list[Held] = []
+    _add_held(function, found)
+    return found
+
+
+def _add_held(function: Any, found: list[Held]) -> None:
+    function = original_of(function)
+    if isinstance(function, functools.partial):
+        found.append(Held(function, "its argument {key}", ArgumentsOf(function)))
+        for each in (function.func, *function.args, *function.keywords.values()):
+            if isinstance(each, functools.partial | MethodType | FunctionType):
+                _add_held(each, found)
+        return
+    holder = function.__self__ if isinstance(function, MethodType) else function
+    if not callable(function) or isinstance(holder, nn.Module | ModuleType | type | LayerSpec):
+        return
+    is_function = isinstance(holder, FunctionType)
+    if is_librarys(holder if is_function else type(holder)):
+        return
+    found.append(Held(holder, "its {key}", vars(holder) if is_function else table_of(holder)))
+    wrapped = vars(holder).get("__wrapped__") if is_function else None
+    if wrapped is not None:
+        _add_held(wrapped, found)
+
+
+class ArgumentsOf(MutableMapping[Any, Any]):
+    """The arguments of a ``functools.partial``, by their places, and by their names those that have one."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def _table(self) -> dict[Any, Any]:
+        return {**dict(enumerate(self._function.args)), **self._function.keywords}
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._table()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        table = {**self._table(), key: value}
+        args = tuple(table.pop(place) for place in range(len(self._function.args)))
+        self._function.__setstate__((self._function.func, args, table, vars(self._function)))
+
+    def __delitem__(self, key: Any) -> None:
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._table())
+
+    def __len__(self) -> int:
+        return len(self._table())
 
 
 def _kind_of(function: Any) -> Any:
@@ -105,7 +205,14 @@ def _is_data(value: Any) -> bool:
 
 def things_of(function: Any) -> dict[object, Thing]:
     """What a layer can reach that others may have, too, by what is the same for all that have it."""
+    function = original_of(function)
     found: dict[object, Thing] = {}
+    for held in held_by(function):
+        for key, value in held.members().items():
+            found[id(held.owner), key] = Thing(
+                held.written.format(key=key), functools.partial(held.table.get, key)
+            )
+            _add_containers(value, held.written.format(key=key), DEPTH, found)
     for name in names_beside(function):
         table, key = name.table, name.key
         found[name.owner, key] = Thing(name.written, functools.partial(table.get, key))

@@ -279,26 +279,58 @@ class Sent:
     mark: Any
     """What tells it from what it is after a change, in any process if the value can be sent."""
     kind: str
+    is_held: bool = False
+    """Whether one layer, or the loss function, has it to itself; else it is a variable that others read, too."""
 
     @property
     def can_be_taken(self) -> bool:
         """Whether another process can have it."""
-        return not isinstance(self.value, Unsendable | GeneratorState | QueueState)
+        return not isinstance(self.value, Unsendable if self.is_held else Unsendable | GeneratorState | QueueState)
+
+    @property
+    def leaves_a_part(self) -> bool:
+        """Whether a part of it has changed that no other process can have."""
+        return isinstance(self.value, ObjectState) and bool(self.value.shown)
+
+    def since(self, before: Sent | None) -> Sent:
+        """This, for a process that has what it was before where it has it at all."""
+        was = None if before is None else before.value
+        if isinstance(was, ObjectState) and isinstance(self.value, ObjectState):
+            return replace(self, value=_since(self.value, was, self.kind))
+        return self
 
 
-def sendable(value: Any) -> Sent:
-    """What another process can have of a variable."""
-    sent = _sendable(value)
+def sendable(value: Any, *, is_held: bool = False) -> Sent:
+    """What another process can have of a variable.
+
+    Args:
+        value: What it is now.
+        is_held: Whether one layer, or the loss function, has it to itself: then an object of the program goes,
+            too.
+    """
+    sent = _sent_or_object(value, {}) if is_held else _sendable(value)
     marked = mark(value) if isinstance(sent, Unsendable | IteratorState | QueueState) else _fingerprint(sent)
-    return Sent(sent, sent.numbers if isinstance(sent, IteratorState) else marked, type(itself(value)).__name__)
+    marked = sent.numbers if isinstance(sent, IteratorState) else marked
+    return Sent(sent, marked, type(itself(value)).__name__, is_held)
 
 
-def take(table: MutableMapping[str, Any], name: str, sent: Sent) -> None:
-    """Let a variable be what it is on another rank."""
-    if isinstance(sent.value, IteratorState):
-        table[name] = itertools.count(*sent.value.numbers)
+def take(table: MutableMapping[Any, Any], name: Any, sent: Sent) -> None:
+    """Let a variable be what it is on another rank.
+
+    Raises:
+        NotHereError: this process lacks a part of it; nothing has changed.
+    """
+    value = sent.value
+    if isinstance(value, IteratorState):
+        table[name] = itertools.count(*value.numbers)
+    elif isinstance(value, GeneratorState):
+        table[name] = value.given_to(table.get(name))
+    elif isinstance(value, QueueState):
+        _fill(table, name, value)
+    elif isinstance(value, ObjectState):
+        table[name] = laid(value, table, name, {})
     else:
-        _take(table, name, _with_data(sent.value, _onto_the_device))
+        _take(table, name, _with_data(value, _onto_the_device))
 
 
 def _is_data(value: Any) -> bool:
@@ -508,9 +540,14 @@ def _told(module: nn.Module, name: str, value: Any, before: Any) -> Any:
     if isinstance(value, Unsendable):
         return Staying(shown, value.type_name)
     if isinstance(value, ObjectState) and isinstance(before, ObjectState):
-        was, states = ([each.state for each in state.stays if each.state is not None] for state in (before, value))
-        return replace(value, before=before.data, shown="" if was == states else shown)
+        return _since(value, before, shown)
     return value
+
+
+def _since(value: ObjectState, before: ObjectState, shown: str) -> ObjectState:
+    """An object with what it was before, under a name where not all that has changed goes to another process."""
+    was, states = ([each.state for each in state.stays if each.state is not None] for state in (before, value))
+    return replace(value, before=before.data, shown="" if was == states else shown)
 
 
 def say_what_stays(parts: Iterable[Mapping[str, Mapping[str, Any]]]) -> None:
@@ -611,7 +648,7 @@ def _take_object(module: nn.Module, name: str, value: ObjectState | ExtraState, 
         module.set_extra_state(loaded(sent, named) if is_object else _with_data(sent, _onto_the_device))
 
 
-def _fill(here: dict[str, Any], name: str, value: QueueState) -> None:
+def _fill(here: MutableMapping[Any, Any], name: Any, value: QueueState) -> None:
     """Give a queue the items that it has on another rank."""
     items: Any = here.get(name)
     if type(items).__name__ != value.kind:
@@ -619,7 +656,7 @@ def _fill(here: dict[str, Any], name: str, value: QueueState) -> None:
     fill_queue(items, _with_data(value.items, _onto_the_device))
 
 
-def _take(here: MutableMapping[str, Any], name: str, value: Any) -> None:
+def _take(here: MutableMapping[Any, Any], name: Any, value: Any) -> None:
     """Let an attribute be ``value``: a container that others may have, too, gets its contents."""
     present: Any = here.get(name)
     if type(present) is not type(value) or (isinstance(value, deque) and present.maxlen != value.maxlen):

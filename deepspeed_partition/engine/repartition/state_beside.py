@@ -1,23 +1,24 @@
 """What layers and the loss function change beside their modules: it goes with them where they move.
 
-That is: variables around their code, of their file and of their classes, such as a global counter, and what an
-object that is the loss function holds. A process has such a variable of its own, in which only the rank that ran
-the layer has counted. What is no data, as a generator, stays behind, and that is said.
+That is: variables around their code, of their file and of their classes, such as a global counter, and what layers
+and a loss function hold that are objects, methods, functions or partials (``state_held.py``). A process has such a
+variable of its own, in which only the rank that ran the layer has counted. What is no data, as a generator, stays
+behind, and that is said.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from deepspeed_partition.code_names import Name, function_of
+from deepspeed_partition.code_names import Name
 from deepspeed_partition.engine.pipeline.beside_layers import name_of, names_beside
 from deepspeed_partition.engine.pipeline.stages import allocation_of, owner
 from deepspeed_partition.engine.repartition.part_descriptions import Sent, sendable, take
+from deepspeed_partition.engine.repartition.state_held import STAYS_HELD, Place, StateHeld, take_held
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.planner.allocation import Allocation
@@ -34,6 +35,8 @@ class Changed(NamedTuple):
     who: str
     written: str
     sent: Sent
+    place: Place | None = None
+    """Where it stands in what the layer holds itself; None of a variable that others read, too."""
 
 
 class StateBeside:
@@ -47,11 +50,13 @@ class StateBeside:
         self._module = module
         self._first: dict[tuple[int, str], Any] = {}
         """What tells each from what it is after a change, by the layer that reads it, when it came here."""
+        self._held = StateHeld()
 
     def remember(self) -> None:
         """Note what is here of the layers that have come, and of the loss function."""
         for place, name in self._names():
             self._first.setdefault((place, name.written), sendable(name.value).mark)
+        self._held.remember(self._functions())
 
     def leaving(self, allocation: Allocation) -> dict[int, list[Changed]]:
         """Gather what was changed of layers that go to another rank; by their number. Collective."""
@@ -67,6 +72,11 @@ class StateBeside:
                 if not sent.can_be_taken:
                     sent = replace(sent, mark=None)  # which may have keys that cannot be pickled
                 found.setdefault(place, []).append(Changed(self._who(place), name.written, sent))
+        for layer, function in self._functions():
+            at = min(layer, last)
+            if owner(present, at) == rank and owner(allocation, at) != rank:
+                held = self._held.changed(layer, function)
+                found.setdefault(layer, []).extend(Changed(self._who(layer), *each) for each in held)
         everything: dict[int, list[Changed]] = {}
         for of_rank in gather_objects(found, module.mpu().get_pipe_parallel_group()):
             everything.update(of_rank)
@@ -77,8 +87,17 @@ class StateBeside:
         module = self._module
         rank, present, last = module.mpu().get_stage_id(), allocation_of(module), module._num_layers - 1
         here = {(place, name.written): name for place, name in self._names()}
+        functions = dict(self._functions())
+        self._held.begin_arrival(functions)
         for place, names in changed.items():
             for each in names if owner(present, min(place, last)) == rank else ():
+                if each.place is not None:
+                    if not take_held(functions[place], each.place, each.sent):
+                        words = STAYS_HELD.format(
+                            written=each.written, kind=each.sent.kind, who=each.who, rank=rank
+                        )
+                        warn_once(f"stays beside/{each.who}/{each.written}", words)
+                    continue
                 name = here.get((place, each.written))
                 if name is None or not each.sent.can_be_taken:
                     words = STAYS.format(written=each.written, kind=each.sent.kind, who=each.who, rank=rank)
@@ -88,21 +107,18 @@ class StateBeside:
 
     def _names(self) -> Iterator[tuple[int, Name]]:
         """Yield the variables with the number of the layer; that of the loss is the next one behind them."""
+        for place, function in self._functions():
+            for name in names_beside(function):
+                yield place, name
+
+    def _functions(self) -> Iterator[tuple[int, Any]]:
+        """Yield the layers that are here, and the loss function as the next one behind them, by their numbers."""
         module = self._module
         for stage in module.own_stages:
             first = module.allocation.stages[stage].layers[0]
-            for place, function in enumerate(module._functions[stage]):
-                for name in names_beside(function):
-                    yield first + place, name
-        loss_fn, place = module.loss_fn, module._num_layers
-        if loss_fn is None or isinstance(loss_fn, nn.Module):  # which goes as layers do
-            return
-        is_function = function_of(loss_fn) is not None or isinstance(loss_fn, partial)
-        for name in names_beside(loss_fn if is_function else type(loss_fn).__call__):
-            yield place, name
-        held: dict[str, Any] = getattr(loss_fn, "__dict__", {})
-        for key in list(held):
-            yield place, Name("the loss function", key, held, f"its {key}")
+            yield from enumerate(module._functions[stage], first)
+        if module.loss_fn is not None and not isinstance(module.loss_fn, nn.Module):  # which goes as layers do
+            yield module._num_layers, module.loss_fn
 
     def _who(self, place: int) -> str:
         module = self._module
