@@ -1097,7 +1097,8 @@ def what_hinders_a_move_is_refused_before_the_warm_up(_: Path) -> None:
             config = planned(cut(), warmup_steps=2)
             engine, _, _ = start(make_specs(), "madpipe", config, optimizer=two_groups)
             change(engine)
-            with raised(RuntimeError, *words):
+            kept = f"partition_method={engine.module.parts})"
+            with raised(RuntimeError, *words, kept):
                 train(engine, data[:1])
             assert engine.global_steps == 0
 
@@ -1587,6 +1588,21 @@ def a_tensor_that_is_returned_twice(_: Path) -> None:
             same(train(engine, data), expected)
 
 
+class KeepsLists(torch.optim.Optimizer):
+    """Keeps its parameters, and what it averages of their gradients, in lists of its own."""
+
+    def __init__(self, weights: Any, lr: float) -> None:
+        super().__init__(weights, {"lr": lr})
+        self.weights = [weight for group in self.param_groups for weight in group["params"]]
+        self.averages = [torch.zeros_like(weight) for weight in self.weights]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for weight, average in zip(self.weights, self.averages, strict=True):
+            average.mul_(0.9).add_(weight.grad)
+            weight.sub_(average, alpha=self.param_groups[0]["lr"])
+
+
 class SlowWeights(torch.optim.SGD):
     """Keeps slow weights in several forms, and lets the weights follow another one in each step."""
 
@@ -1640,6 +1656,12 @@ def what_an_optimizer_keeps_of_its_weights_goes_with_them(_: Path) -> None:
         same(train(engine, data[:7]), expected[:7])
         engine.recut([0, 5, 8])
         same(train(engine, data[7:]), expected[7:])
+    # A copy of one in which the list of parameters was kept had other tensors than it was looked at for.
+    make_lists = partial(_sgd, kind=KeepsLists)
+    expected = train_alone(mlp(), data[:3], make_lists, clip=0.0)
+    unclipped = {"gradient_clipping": 0.0}
+    engine, _, _ = start(mlp(), "madpipe", {**planned(cut(), warmup_steps=1), **unclipped}, optimizer=make_lists)
+    same(train(engine, data[:3]), expected)
 
 
 @contextmanager

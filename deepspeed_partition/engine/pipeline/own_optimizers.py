@@ -543,7 +543,8 @@ def _small(weight: nn.Parameter, generator: torch.Generator) -> nn.Parameter:
 def _shorten_state(state: dict[str, Any] | None, weight: nn.Parameter, memo: dict[int, Any]) -> None:
     """Let the state that an optimizer made with its parameters fit the small ones."""
     for value in (state or {}).values():
-        if _is_shaped_as(value, weight):
+        # A list of the parameters themselves, self.params = [...], has the small ones by now.
+        if _is_shaped_as(value, weight) and id(value) not in memo:
             corner = tuple(slice(side) for side in memo[id(weight)].shape)
             # A parameter that is left out is a number in the copy.
             memo[id(value)] = value.detach()[corner].clone() if corner else torch.zeros(())
