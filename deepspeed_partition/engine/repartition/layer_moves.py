@@ -160,7 +160,7 @@ def _checked_here(module: PipelineModule) -> dict[str, PartInfo]:
             built = _build_spec(module, part)
             there = only_what_changed(part, held[part.name], partial(_itself, built))
             if _is_built(part.spec):
-                check_alike(part, there, describe(built), module.global_rank)
+                check_alike(part, there, describe(built), module.global_rank, allocation_of(module))
             else:
                 existing[part.name] = there
     return existing
@@ -173,7 +173,7 @@ def _check_existing(module: PipelineModule, existing: dict[str, PartInfo]) -> No
         owners = part.owners(current)
         if part.name in existing and grid.get_stage_id() not in owners:
             here = describe(_build_spec(module, part))
-            check_alike(part, existing[part.name], here, grid.stage_to_global(stage_id=owners[0]))
+            check_alike(part, existing[part.name], here, grid.stage_to_global(stage_id=owners[0]), current)
 
 
 def _build_missing(
@@ -300,7 +300,7 @@ def _build_spec(module: PipelineModule, part: Part) -> nn.Module:
 def _build(module: PipelineModule, part: Part, arriving: Arriving, rank: int) -> None:
     """Build a part as its owner has it, but for the values."""
     built, description = _build_spec(module, part), arriving.described[part.name]
-    check_alike(part, description, describe(built), rank)
+    check_alike(part, description, describe(built), rank, allocation_of(module))
     remember_attributes([built])
     arriving.built[part.name], arriving.hidden[part.name] = built, hidden_tensors(hidden_in(built))
     take_attributes(built, description)

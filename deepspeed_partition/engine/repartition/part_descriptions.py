@@ -41,6 +41,7 @@ from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.generators import generator_state, generators_of, set_generator_state
 from deepspeed_partition.hidden_modules import hidden_modules, hidden_tensors
 from deepspeed_partition.kept_values import itself, numbers_of_count, state_of
+from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.profiling.attributes import attributes_of, mark
 from deepspeed_partition.profiling.sources import users_names
 from deepspeed_partition.tensor_values import bytes_view
@@ -49,11 +50,6 @@ OF_DEEPSPEED = (
     "grad_accum", "param_idx_in_group", "get_full_hp_", "set_full_hp_", "load_hp_checkpoint_state",
 )  # fmt: skip
 """How names begin of attributes that DeepSpeed sets on parameters, besides ``ds_`` and ``_``."""
-
-LET_NONE_MOVE = (
-    "let no layer move: boundaries as PipelineModule(partition_method=[0, 4, 8]), in Lightning "
-    "MadPipeStrategy(plan=...)"
-)
 
 KNOWN = ("deepspeed.", "deepspeed_partition.", "lightning_madpipe.")
 
@@ -733,7 +729,14 @@ def _is_known(function: Any) -> bool:
     return f"{getattr(function, '__module__', '')}.".startswith(KNOWN)
 
 
-def _check_what_was_added(part: Part, there: PartInfo, here: PartInfo, rank: int) -> None:
+def _let_none_move(present: Allocation) -> str:
+    """What keeps all layers where they are, in words; boundaries are those in force, which can be copied."""
+    given = f"boundaries as PipelineModule(partition_method={list(present.boundaries)})"
+    given = given if present.is_contiguous else "a plan as PipelineModule(plan=...)"
+    return f"let no layer move: {given}, in Lightning MadPipeStrategy(plan=...)"
+
+
+def _check_what_was_added(part: Part, there: PartInfo, here: PartInfo, rank: int, present: Allocation) -> None:
     """Refuse to leave behind what no other process can have.
 
     Raises:
@@ -749,7 +752,7 @@ def _check_what_was_added(part: Part, there: PartInfo, here: PartInfo, rank: int
         raise RuntimeError(
             f"layer {part.name!r} cannot be moved: on rank {rank} it has the hook {next(iter(added))}, which "
             "would stay behind: register it where the layer is built, in its __init__; or remove it, "
-            f"and register it again after the move; or {LET_NONE_MOVE}"
+            f"and register it again after the move; or {_let_none_move(present)}"
         )
     attributes = [(info.name, info.attributes, own[info.name].attributes) for info in there.tensors]
     attributes += [
@@ -768,12 +771,19 @@ def _check_what_was_added(part: Part, there: PartInfo, here: PartInfo, rank: int
                 raise RuntimeError(
                     f"layer {part.name!r} cannot be moved: on rank {rank} its {owner_name} has the attribute "
                     f"{name!r}, a {kind}, which no other process can have: set it where the layer is "
-                    f"built, in its __init__; or {LET_NONE_MOVE}"
+                    f"built, in its __init__; or {_let_none_move(present)}"
                 )
 
 
-def check_alike(part: Part, description: PartInfo, here: PartInfo, rank: int) -> None:
+def check_alike(part: Part, description: PartInfo, here: PartInfo, rank: int, present: Allocation) -> None:
     """Refuse a part that is not what its specification builds.
+
+    Args:
+        part: A part of the model.
+        description: What its owner has.
+        here: What this rank has built.
+        rank: The owner.
+        present: Where layers are now.
 
     Raises:
         RuntimeError: other parameters or buffers; a hook or an attribute that cannot be sent.
@@ -785,6 +795,6 @@ def check_alike(part: Part, description: PartInfo, here: PartInfo, rank: int) ->
             f"layer {part.name!r} cannot be moved: its specification builds {sorted((*tensors, *here.hidden))} "
             f"and rank {rank} has {sorted((*(info.name for info in description.tensors), *beside))}; change "
             "layers in their specification, not after they are built (weight normalization or LoRA go into the "
-            f"__init__ of a layer, or of a module that wraps it); or {LET_NONE_MOVE}"
+            f"__init__ of a layer, or of a module that wraps it); or {_let_none_move(present)}"
         )
-    _check_what_was_added(part, description, here, rank)
+    _check_what_was_added(part, description, here, rank, present)
