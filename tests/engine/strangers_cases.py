@@ -1603,6 +1603,46 @@ class KeepsLists(torch.optim.Optimizer):
             weight.sub_(average, alpha=self.param_groups[0]["lr"])
 
 
+class CountsForAll(torch.optim.Optimizer):
+    """Counts its steps in a state that is of no parameter, and perhaps its parameters, or averages these there."""
+
+    def __init__(self, weights: Any, lr: float, also: str = "") -> None:
+        super().__init__(weights, {"lr": lr})
+        self.also = also
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        state = self.state["all"]
+        state["steps"] = state.get("steps", 0) + 1
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.sub_(weight.grad, alpha=group["lr"] / state["steps"] ** 0.5)
+                if self.also == "count":
+                    state["weights"] = state.get("weights", 0) + 1
+                if self.also == "averages":
+                    state[f"average {len(state)}"] = weight.clone()
+
+
+def what_an_optimizer_keeps_for_all_stays(_: Path) -> None:
+    """A counter under a key of ``state`` that is no parameter was gone after a move: it began again, silent."""
+    data, unclipped = batches(4), {"gradient_clipping": 0.0}
+    expected = train_alone(mlp(), data, partial(_sgd, kind=CountsForAll), clip=0.0)
+    for also, num_lines in (("", 0), ("count", 1)):
+        make = partial(_sgd, kind=partial(CountsForAll, also=also))
+        with said_here() as said:
+            engine, _, _ = start(mlp(), [0, 3, 8], unclipped, optimizer=make)
+            losses = train(engine, data[:2])
+            engine.recut([0, 6, 8])
+        same(losses + train(engine, data[2:]), expected)
+        lines = [line for of_rank in gather_objects(said) for line in of_rank if "state['all']" in line]
+        assert len(lines) == num_lines and all("each goes on with its own" in line for line in lines), lines
+    make = partial(_sgd, kind=partial(CountsForAll, also="averages"))
+    engine, _, _ = start(mlp(), [0, 3, 8], unclipped, optimizer=make)
+    train(engine, data[:1])
+    with raised(RuntimeError, "keeps tensors of parameters in self.state['all']", "keep it in self.state[p]"):
+        engine.recut([0, 6, 8])
+
+
 class SlowWeights(torch.optim.SGD):
     """Keeps slow weights in several forms, and lets the weights follow another one in each step."""
 
@@ -1738,7 +1778,7 @@ CASES = [
     calls_on_one_rank, layers_that_ask_for_their_rank_are_named,
     layers_that_ask_for_their_rank_when_built_are_named,
     a_tensor_that_is_returned_twice, tensors_of_one_memory,
-    what_an_optimizer_keeps_of_its_weights_goes_with_them,
+    what_an_optimizer_keeps_of_its_weights_goes_with_them, what_an_optimizer_keeps_for_all_stays,
     optimizers_that_see_a_part, schedules_that_see_a_part,
     layers_that_remember,
     a_schedule_and_an_optimizer_that_are_set_later,

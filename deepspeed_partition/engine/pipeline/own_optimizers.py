@@ -257,6 +257,9 @@ def _kept_in(optimizer: Any, follows: bool) -> Iterator[str]:
             continue
         if name not in OF_TORCH and _holds_tensors(value, id(optimizer.state), DEPTH):
             yield f"self.{name}"
+    for key, value in optimizer.state.items():
+        if not isinstance(key, Tensor) and _holds_tensors(value, 0, DEPTH):
+            yield f"self.state[{key!r}]"
     for place, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
             if name not in ("params", "param_names") and _holds_tensors(value, 0, DEPTH):

@@ -23,7 +23,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from deepspeed_partition.engine.pipeline.tied_copies import parameter_names
+from deepspeed_partition.engine.repartition.part_descriptions import sendable
 from deepspeed_partition.engine.runtime.collectives import gather_objects, receive_bytes, send_bytes
+from deepspeed_partition.engine.runtime.environment import warn_once
 
 Key: TypeAlias = str | None
 """What an optimizer names an entry of a parameter's state, or ``MASTER``."""
@@ -40,6 +42,12 @@ OF_THE_LOSS_SCALE = (
     "cur_scale", "cur_iter", "last_overflow_iter", "overflow", "_global_grad_norm",
 )  # fmt: skip
 """What a wrapping optimizer learns beside the states of parameters; each wrapper has some of it."""
+
+OF_NO_PARAMETER = (
+    "{kind} keeps state[{key}], which is of no parameter, and ranks have other ones there: each goes on with its "
+    "own, for the layers that have come, too. Let it depend on what all ranks have alike, such as the number of "
+    "steps, or keep it for each parameter in self.state[p], which goes with that"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +122,7 @@ class TrainingState:
         self._pipe_rank: int = grid.get_stage_id()
         self._trained = trained_by(optimizer, module)
         states = _base(optimizer).state
+        self._of_no_parameter = {key: value for key, value in states.items() if not torch.is_tensor(key)}
         self._entries = [dict(states.get(trained.tensor, {})) for trained in self._trained]
         self._states: dict[str, ParameterState] = {}
         self._loss_scale = {name: vars(optimizer)[name] for name in OF_THE_LOSS_SCALE if name in vars(optimizer)}
@@ -123,12 +132,22 @@ class TrainingState:
             mine.update(_describe(trained, entries))
             message = message or _why_inseparable(trained, entries)
         gathered = gather_objects((mine, message), grid.get_pipe_parallel_group())
+        self._tell_what_differs(type(_base(optimizer)).__name__, grid.get_pipe_parallel_group())
         self._infos = [infos for infos, _ in gathered]
         messages = [message for _, message in gathered]
         if type(optimizer) in FLAT:
             messages.append(_disagreement(self._infos, group_of))
         if any(messages):
             raise RuntimeError(next(filter(None, messages)))
+
+    def _tell_what_differs(self, kind: str, ranks: Any) -> None:
+        """Say which entries that are of no parameter are other ones on other ranks. Collective over ``ranks``."""
+        mine = {repr(key): _mark_of(value) for key, value in self._of_no_parameter.items()}
+        of_ranks = gather_objects(mine, ranks)
+        for key in dict.fromkeys(key for marks in of_ranks for key in marks):
+            marks = [of_rank.get(key) for of_rank in of_ranks]
+            if None in marks or len(set(marks)) > 1:
+                warn_once(f"state of no parameter/{key}", OF_NO_PARAMETER.format(kind=kind, key=key))
 
     # Out of the optimizer
 
@@ -190,7 +209,14 @@ class TrainingState:
         Collective over the data-parallel replicas of a stage.
         """
         lay_states(self._states, optimizer, module)
+        _base(optimizer).state.update(self._of_no_parameter)
         vars(optimizer).update(self._loss_scale)
+
+
+def _mark_of(value: Any) -> bytes | None:
+    """What is the same on each rank that has this value; None of what cannot be compared between ranks."""
+    found = sendable(value).mark
+    return found if isinstance(found, bytes) else None
 
 
 def lay_states(states: dict[str, ParameterState], optimizer: Any, module: PipelineModule) -> None:
