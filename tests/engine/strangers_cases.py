@@ -1017,6 +1017,19 @@ def counting_in(counts: dict[str, int], x: torch.Tensor, *, total: torch.Tensor)
     return x * (1 + 0.01 * counts["n"] + 0.01 * total)
 
 
+class CountsInMethod(nn.Module):
+    """A module of which a method is a layer, and that is none itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()))
+
+    def counted(self, x: torch.Tensor) -> torch.Tensor:
+        """A layer."""
+        self.total += 1
+        return x * (1 + 0.01 * self.total)
+
+
 def callables_go_with_what_they_hold(_: Path) -> None:
     """Layers that are objects, methods, partials or functions left on the old rank what they had counted."""
     data = batches(4)
@@ -1028,27 +1041,28 @@ def callables_go_with_what_they_hold(_: Path) -> None:
 
         counted: Any = counts_in_itself
         counted.n = 0
+        named = CountsWhenCalled()
         called = CountsWhenCalled()
         called.numbers = numbers
         held = [
             called, CountsWhenCalled().scaled, partial(counting_in, {"n": 0}, total=torch.zeros(())),
-            counts_in_itself,
+            lambda x: named(counts_in_itself(x)), CountsInMethod().counted,
         ]  # fmt: skip
         return [*mlp()[:3], *held, *mlp()[3:]]
 
     expected = train_alone(layers(), data, two_groups)
     with said_here() as said:
-        engine, _, _ = start(layers(), [0, 4, 12], optimizer=two_groups)
+        engine, _, _ = start(layers(), [0, 4, 13], optimizer=two_groups)
         losses = train(engine, data[:1])
-        for boundaries, batch in zip(([0, 9, 12], [0, 2, 12], [0, 5, 12]), data[1:], strict=True):
+        for boundaries, batch in zip(([0, 10, 13], [0, 2, 13], [0, 5, 13]), data[1:], strict=True):
             engine.recut(boundaries)
             losses += [float(engine.train_batch(iter(batch)))]
     same(losses, expected)
     assert not [line for of_rank in gather_objects(said) for line in of_rank if "was changed by layer" in line]
     with said_here() as said:
-        engine, _, _ = start(layers(number for number in range(99)), [0, 4, 12], optimizer=two_groups)
+        engine, _, _ = start(layers(number for number in range(99)), [0, 4, 13], optimizer=two_groups)
         train(engine, data[:1])
-        engine.recut([0, 2, 12])
+        engine.recut([0, 2, 13])
     [line] = [line for of_rank in gather_objects(said) for line in of_rank if "was changed by layer" in line]
     assert "its numbers (generator) was changed by layer 3 (CountsWhenCalled) while it ran" in line, line
 

@@ -84,7 +84,11 @@ def names_beside(function: Any) -> list[Name]:
     Args:
         function: A layer: a module, a function, or a ``LayerSpec``, which need not be built.
     """
-    function = original_of(function)
+    return [name for name in _code_of(original_of(function)).found.values() if _is_data(name.value)]
+
+
+def _code_of(function: Any) -> CodeSearch:
+    """The code of a layer, and what it names."""
     kind = _kind_of(function)
     own = "" if kind is None or is_librarys(kind) else (kind.__module__ or "").partition(".")[0]
 
@@ -104,7 +108,7 @@ def names_beside(function: Any) -> list[Name]:
     for each in parts:
         if not isinstance(each, nn.Module | LayerSpec):
             _read_called(each, search)
-    return [name for name in search.found.values() if _is_data(name.value)]
+    return search
 
 
 def _read_called(function: Any, search: CodeSearch) -> None:
@@ -127,26 +131,34 @@ class Held(NamedTuple):
 
     def members(self) -> dict[Any, Any]:
         """Its members, but for modules and what DeepSpeed, this package or Lightning has made."""
+        is_module = isinstance(self.owner, nn.Module) and self.table is vars(self.owner)
         return {
             key: value
-            for key, value in list(self.table.items())
+            for key, value in list((attributes_of(self.owner) if is_module else self.table).items())
             if not isinstance(value, nn.Module | ModuleType)
             and module_of(type(value)).partition(".")[0] not in _OF_HOSTS
         }
 
 
 def held_by(function: Any) -> list[Held]:
-    """What a layer or a loss function holds that is called, and is no module.
+    """What a layer or a loss function holds that is called, and is no module; and what it calls by name.
 
     That is: the attributes of an object, of what a method belongs to, and of a function; the arguments of a
     partial.
     """
-    found: list[Held] = []
+    function, found = original_of(function), list[Held]()
     _add_held(function, found)
-    return found
+    search = _code_of(function)
+    for each in search.functions:
+        found.append(Held(each, f"{each.__name__}.{{key}}", vars(each)))
+    for name in search.found.values():
+        value = name.value
+        if callable(value) and not isinstance(value, type) and not is_installed(module_of(type(value))):
+            _add_held(value, found, f"{name.written}.{{key}}")
+    return list({id(held.table) if isinstance(held.table, dict) else id(held): held for held in found}.values())
 
 
-def _add_held(function: Any, found: list[Held]) -> None:
+def _add_held(function: Any, found: list[Held], written: str = "its {key}") -> None:
     function = original_of(function)
     if isinstance(function, functools.partial):
         found.append(Held(function, "its argument {key}", ArgumentsOf(function)))
@@ -155,12 +167,17 @@ def _add_held(function: Any, found: list[Held]) -> None:
                 _add_held(each, found)
         return
     holder = function.__self__ if isinstance(function, MethodType) else function
+    if isinstance(holder, nn.Module) and holder is not function:
+        for part in holder.modules():
+            found += [Held(part, written, vars(part)), Held(part, written, part._buffers)]
     if not callable(function) or isinstance(holder, nn.Module | ModuleType | type | LayerSpec):
         return
     is_function = isinstance(holder, FunctionType)
     if is_librarys(holder if is_function else type(holder)):
         return
-    found.append(Held(holder, "its {key}", vars(holder) if is_function else table_of(holder)))
+    found.append(Held(holder, written, vars(holder) if is_function else table_of(holder)))
+    if isinstance(holder, dict):
+        found.append(Held(holder, written, holder))
     wrapped = vars(holder).get("__wrapped__") if is_function else None
     if wrapped is not None:
         _add_held(wrapped, found)
