@@ -348,13 +348,14 @@ class _Held:
         if isinstance(value, nn.Module):
             self.modules.append(value)
         elif isinstance(table := getattr(value, "__dict__", None), dict):
-            self._objects.append(table)
+            self._objects += [table, value] if isinstance(value, dict) else [table]
             for member in list(table.values()):
                 self.add(member)
 
     def _read(self, code: Any, kind: type | None) -> None:
-        before = set(self._search.found)
+        before, num_read = set(self._search.found), len(self._search.functions)
         self._search.read(code, kind)
+        self._objects += [vars(function) for function in self._search.functions[num_read:]]
         for place, name in list(self._search.found.items()):
             if place not in before:
                 self.add(name.value)
