@@ -10,18 +10,16 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, EllipsisType, MethodWrapperType, NoneType
 from typing import Any
 
-import pytorch_lightning
 import torch
-import torchmetrics
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-
-import deepspeed_partition
-import lightning_madpipe
 
 Site = tuple[Any, ...]
 """A function and the instructions of the program that call it, from the innermost one to the step's."""
@@ -36,20 +34,29 @@ MOST_ENTRIES = 16
 """Entries of a list of arguments that are looked at."""
 PLAIN = frozenset((int, bool, str, NoneType, EllipsisType, torch.dtype))
 _SKIPPED, _RUNS_STEPS, _LEFT_OUT, _PROGRAM = range(1, 5)
-_FOLDERS = (
-    (str(Path(__file__).with_name("step_runs.py")), _RUNS_STEPS),
-    *(
-        (f"{Path(module.__file__ or '').parent}{os.sep}", kind)
-        for module, kind in (
-            (torch, _SKIPPED),
-            (lightning_madpipe, _LEFT_OUT),
-            (deepspeed_partition, _LEFT_OUT),
-            (torchmetrics, _LEFT_OUT),  # what metrics compute is looked at in what is logged
-            (pytorch_lightning, _LEFT_OUT),
-        )
-    ),
-    ("<eval_with_key>", _SKIPPED),  # what a compiler has made of a function
-)
+_KINDS_OF_PACKAGES = {
+    "torch": _SKIPPED,
+    "lightning_madpipe": _LEFT_OUT,
+    "deepspeed_partition": _LEFT_OUT,
+    "torchmetrics": _LEFT_OUT,  # what metrics compute is looked at in what is logged
+    "lightning": _LEFT_OUT,
+    "pytorch_lightning": _LEFT_OUT,
+}
+
+
+def _folders() -> Iterator[tuple[str, int]]:
+    """How names of files begin, with whose they are; one of Lightning's packages may be absent."""
+    yield str(Path(__file__).with_name("step_runs.py")), _RUNS_STEPS
+    for package, kind in _KINDS_OF_PACKAGES.items():
+        spec = None
+        with suppress(ValueError):  # something else stands in its place
+            spec = find_spec(package)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            yield f"{folder}{os.sep}", kind
+    yield "<eval_with_key>", _SKIPPED  # what a compiler has made of a function
+
+
+_FOLDERS = tuple(_folders())
 
 
 LEAVES_TORCH = frozenset((Tensor.numpy, Tensor.tolist, Tensor.__array__))

@@ -282,7 +282,8 @@ def test_a_step_that_asks_for_data_between_its_calls_is_named() -> None:
     module, batch = Autoencoder(asks=True), torch.randn(4, 8)
     call = CapturedCalls(module, "training_step", batch, ["encoder", "mean", "spread", "decoder"])
     call.run([batch])
-    assert call.why_fewer().startswith("training_step makes 4 calls, of which 3 are found, for behind these it ")
+    words = "training_step makes 4 calls, of which 3 are found: behind these training_step raises "
+    assert call.why_fewer().startswith(words)
 
 
 def test_a_step_that_asks_for_data_before_its_calls_is_named() -> None:

@@ -211,10 +211,15 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _keys(groups: list[dict[str, Any]]) -> list[str]:
-    """The settings as text; equal ones are numbered."""
+    """The settings as text; equal ones are numbered.
+
+    Of a rate that a schedule has set the first one counts: the present one may be of the rank's own parameters.
+    """
     keys: list[str] = []
     for group in groups:
-        text = ADDRESS.sub("", repr(sorted(_settings(group).items())))
+        settings = _settings(group)
+        settings["lr"] = settings.get("initial_lr", settings.get("lr"))
+        text = ADDRESS.sub("", repr(sorted(settings.items())))
         keys.append(f"{text} #{sum(key.startswith(text) for key in keys)}")
     return keys
 
