@@ -93,7 +93,7 @@ class Finding:
     traces: tuple[tuple[str, str], ...] = ()
     """What the step leaves on the module otherwise for micro-batches than for a batch: its name, and in words."""
     means: tuple[str, ...] = ()
-    """Metrics that are told a mean of each micro-batch, and know nothing of unlike sizes."""
+    """Metrics that the step tells a mean over the samples of each micro-batch; it is told once for the batch."""
     draws_for_batch: bool = False
     """Whether the step draws something from torch's common generator once for a batch."""
     draws_for_samples: bool = False

@@ -45,9 +45,9 @@ class Told:
     """What the micro-batches of one batch have told a metric."""
 
     before: dict[str, Any]
-    """Its state before that."""
+    """The state of the metric before the first micro-batch of the batch has told it anything, by its names."""
     calls: dict[int, list[Arguments]] = field(default_factory=lambda: defaultdict(list))
-    """The arguments of its calls, by the place of the micro-batch."""
+    """The arguments of the calls of the metric, by the place of the micro-batch in its batch."""
     are_scores: dict[int, list[bool]] = field(default_factory=lambda: defaultdict(list))
     """Whether all that a call has told lies within 0 to 1."""
     num_bytes: int = 0

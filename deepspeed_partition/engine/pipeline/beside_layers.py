@@ -126,11 +126,11 @@ class Held(NamedTuple):
 
     owner: Any
     written: str
-    """How its members are called, with ``{key}`` for the name of each."""
+    """How members of ``owner`` are called, with ``{key}`` for the name of each."""
     table: MutableMapping[Any, Any]
 
     def members(self) -> dict[Any, Any]:
-        """Its members, but for modules and what DeepSpeed, this package or Lightning has made."""
+        """Return what ``owner`` holds, by name, but for modules and objects of DeepSpeed, Lightning or ours."""
         is_module = isinstance(self.owner, nn.Module) and self.table is vars(self.owner)
         return {
             key: value
