@@ -3,6 +3,10 @@
 A step may make its inputs, its targets or weights of its loss from its whole batch (``x - x.mean(0)``,
 ``y.roll(1)``, ``w / w.sum()``) in some batches alone. The graph of the loss shows nothing of it, for it has no
 gradient. So each call of a function of torch is noted, by the lines of the program that it comes from.
+
+Or it makes a number of its batch, in Python or as a tensor, and multiplies its loss by it in some batches alone. A
+number of a schedule is the same in all micro-batches of a batch, and one of the batch is not. So the numbers that
+calls are given are compared between these.
 """
 
 from __future__ import annotations
@@ -10,21 +14,25 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, EllipsisType, MethodWrapperType, NoneType
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 Site = tuple[Any, ...]
 """A function and the instructions of the program that call it, from the innermost one to the step's."""
 Calls = dict[Site, set[tuple[Any, ...]]]
 """The arguments of the calls at each place; of tensors and other objects only that they are there."""
+Numbers = dict[Site, list[Any]]
+"""The numbers that the calls at each place are given, as they come; copies of those that are tensors."""
 
 MOST_PLACES = 64
 """How often a call at a new place gives a batch up."""
@@ -32,6 +40,8 @@ MOST_ARGUMENTS = 1000
 """Arguments of a place that are told apart."""
 MOST_ENTRIES = 16
 """Entries of a list of arguments that are looked at."""
+MOST_NUMBERS = 256
+"""Numbers of a place that are compared between micro-batches: a loop may go over samples."""
 PLAIN = frozenset((int, bool, str, NoneType, EllipsisType, torch.dtype))
 _SKIPPED, _RUNS_STEPS, _LEFT_OUT, _PROGRAM = range(1, 5)
 _KINDS_OF_PACKAGES = {
@@ -59,7 +69,14 @@ def _folders() -> Iterator[tuple[str, int]]:
 _FOLDERS = tuple(_folders())
 
 
+_FRACTIONS = (float, numpy.floating)
+_NUMBERS = (int, *_FRACTIONS, numpy.integer)
 LEAVES_TORCH = frozenset((Tensor.numpy, Tensor.tolist, Tensor.__array__))
+READS = LEAVES_TORCH | {
+    *(Tensor.item, Tensor.detach, Tensor.__format__, Tensor.__repr__),
+    *(Tensor.__bool__, Tensor.__complex__, Tensor.__float__, Tensor.__index__, Tensor.__int__),
+}
+"""What computes nothing of a number that it is given."""
 COMES_BACK = frozenset((torch.tensor, torch.as_tensor, torch.asarray))
 """What makes tensors of other things; of ``torch.from_numpy`` a mode hears nothing, but of what is called next."""
 
@@ -70,6 +87,7 @@ class TorchCalls(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.made: Calls = defaultdict(set)
+        self.numbers: Numbers = defaultdict(list)
         self._leaves: Site | None = None
         self._comes_back: Site | None = None
         self._left: set[int] = set()
@@ -80,6 +98,14 @@ class TorchCalls(TorchFunctionMode):
         if self._leaves is None or self._comes_back is None:
             return None
         return _line_of(self._leaves), _line_of(self._comes_back)
+
+    def _note_numbers(self, site: Site, values: Any) -> None:
+        for value in values:
+            if isinstance(value, _NUMBERS) or _is_number(value):
+                if len(self.numbers[site]) < MOST_NUMBERS:
+                    self.numbers[site].append(value.clone() if isinstance(value, Tensor) else value)
+            elif type(value) is list or type(value) is tuple:
+                self._note_numbers(site, [each for each in value[:MOST_ENTRIES] if isinstance(each, _FRACTIONS)])
 
     def _look_beyond(self, func: Any, site: Site, args: Any) -> None:
         if func in LEAVES_TORCH:
@@ -101,6 +127,8 @@ class TorchCalls(TorchFunctionMode):
             if site is not None:
                 named = [(name, _shown(value)) for name, value in kwargs.items()] if kwargs else ()
                 self.made[site].add((*map(_shown, args), *named))
+                if func not in READS:
+                    self._note_numbers(site, (*args, *kwargs.values()) if kwargs else args)
                 if self._leaves is not None or func in LEAVES_TORCH:
                     self._look_beyond(func, site, args)
         return func(*args, **(kwargs or {}))
@@ -111,6 +139,12 @@ def _storage_of(tensor: Tensor) -> Any:
         return tensor.untyped_storage()
     except RuntimeError:  # a sparse one, or one of ``torch.func``
         return None
+
+
+def _is_number(value: Any) -> bool:
+    """Whether this is a tensor of one number, which the loss has no gradient by."""
+    is_one = type(value) is Tensor and not value.ndim and not value.requires_grad
+    return is_one and value.device.type != "meta" and value.dtype != torch.bool and _storage_of(value) is not None
 
 
 def _line_of(site: Site) -> str:
@@ -157,6 +191,60 @@ class TriedCalls:
     def _are_new(self, site: Site, arguments: set[tuple[Any, ...]]) -> bool:
         tried = self._tried[site]
         return len(tried) < MOST_ARGUMENTS and not arguments <= tried
+
+
+class UnlikeNumbers:
+    """The places of calls that get other numbers in one micro-batch than in another one of the same batch.
+
+    The step has made them of the batch, and what they do in one batch a trial of another one does not show. A
+    place that did so where it was tried is no sign any more.
+    """
+
+    def __init__(self) -> None:
+        self._of_parts: list[Numbers] = []
+        self._known: set[Site] = set()
+
+    def begin(self) -> None:
+        """Begin a batch."""
+        self._of_parts = []
+
+    def add(self, numbers: Numbers) -> None:
+        """Add those of the next micro-batch."""
+        own = {site: given for site, given in numbers.items() if site not in self._known}
+        self._of_parts.append(own)
+
+    def are_new(self) -> bool:
+        """Whether those of the batch differ where none did before; they are known then."""
+        first: Numbers = {}
+        new = {
+            site
+            for numbers in _read(self._of_parts)
+            for site, own in numbers.items()
+            if _differ(first.setdefault(site, own), own)
+        }
+        self._known |= new
+        self.begin()
+        return bool(new)
+
+
+def _read(of_parts: Sequence[Numbers]) -> list[Numbers]:
+    """Read the numbers of tensors, with one wait for the device."""
+    tensors = [each for part in of_parts for own in part.values() for each in own if isinstance(each, Tensor)]
+    if not tensors:
+        return list(of_parts)
+    with _disable_current_modes():  # a number of Python's is no tensor to them
+        wide = torch.complex128 if any(map(torch.is_complex, tensors)) else torch.float64
+        values = iter(torch.stack([each.to(tensors[0].device, wide) for each in tensors]).tolist())
+    return [
+        {site: [next(values) if isinstance(each, Tensor) else each for each in own] for site, own in part.items()}
+        for part in of_parts
+    ]
+
+
+def _differ(numbers: list[Any], others: list[Any]) -> bool:
+    # What comes more often, as in a loop over samples, is no other number. NaN is none that differs from NaN.
+    pairs = zip(numbers, others, strict=False)
+    return any(one != other and not (one != one and other != other) for one, other in pairs)
 
 
 _KINDS: dict[int, int] = {}

@@ -70,7 +70,8 @@ def try_batch(steps: UserSteps, module: Any, run: BatchRun, is_tuple: bool, *, c
     """
     steps.drawn_from.clear()
     steps.told_of_draws.add(run.whole.step)  # of what is found here
-    finding = _tried(steps, module, run, is_tuple, compares=compares)
+    with steps.trial():
+        finding = _tried(steps, module, run, is_tuple, compares=compares)
     steps.known_draws |= steps.drawn_from
     return dataclasses.replace(finding, drawn_from=tuple(sorted(steps.drawn_from)))
 

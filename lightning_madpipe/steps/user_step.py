@@ -57,7 +57,7 @@ from lightning_madpipe.steps.step_runs import StepRuns
 from lightning_madpipe.steps.step_side_effects import Change, Leftovers, Place, reached_objects
 from lightning_madpipe.steps.tensor_comparison import as_real, has_gradient
 from lightning_madpipe.steps.told_metrics import ToldMetrics
-from lightning_madpipe.steps.torch_calls import MOST_PLACES, TorchCalls, TriedCalls
+from lightning_madpipe.steps.torch_calls import MOST_PLACES, TorchCalls, TriedCalls, UnlikeNumbers
 from lightning_madpipe.steps.what_layers_set import LayerTraces
 from lightning_madpipe.steps.written_files import OpenFiles
 
@@ -79,6 +79,12 @@ NEW_AGAIN = (
     "{times} times {step} has called torch at places in its code that no tried step had come to: from here on what"
     " it does for the first time is not tried. MadPipeStrategy(loss='batch') runs the step once per batch, "
     "num_micro_batches=1 the layers, too"
+)
+
+UNLIKE_AGAIN = (
+    "{times} times {step} has given torch numbers of its batch, other ones in each micro-batch, at places in its "
+    "code where no tried step had: from here on others are not tried. MadPipeStrategy(loss='batch') runs the step "
+    "once per batch"
 )
 
 BEYOND_TORCH = (
@@ -154,6 +160,8 @@ class UserSteps:
         """What something in the losses of this batch is divided by, by micro-batch."""
         self._times_divided = 0
         self._tried_calls = TriedCalls()
+        self._unlike_numbers = UnlikeNumbers()
+        self._times_unlike = 0
         self._tried_names: set[str] = set()
         """Names of numbers that tried steps have logged or returned."""
         self._times_new = 0
@@ -486,6 +494,20 @@ class UserSteps:
             if self._tried_calls.is_exhausted:
                 self._say(NEW_AGAIN.format(step=micro_batch.step, times=MOST_PLACES))
             self._give_up(micro_batch)
+        self._check_numbers(micro_batch, calls)
+
+    def _check_numbers(self, micro_batch: MicroBatch, calls: TorchCalls) -> None:
+        """Give the batch up if Python has made numbers of its micro-batches that functions of torch are given."""
+        if micro_batch.place == 0:
+            self._unlike_numbers.begin()
+        self._unlike_numbers.add(calls.numbers)
+        if not micro_batch.is_last or not self._unlike_numbers.are_new():
+            return
+        self._times_unlike += 1
+        if self._times_unlike > MOST_TIMES_NEW:
+            self._say(UNLIKE_AGAIN.format(step=micro_batch.step, times=MOST_TIMES_NEW))
+        else:
+            self._give_up(micro_batch)
 
     def untried(self, step: str, changes: Iterable[Change]) -> list[Place]:
         """The places that neither a trial of a step nor a layer has changed in this way; they are known then."""
@@ -600,6 +622,15 @@ class UserSteps:
         if len(set(run.sizes)) > 1:
             self._dims[step] = run.dims  # seen, where micro-batches of one size show nothing
         return joined
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """The steps within are of one batch, which is tried."""
+        self._unlike_numbers.begin()
+        try:
+            yield
+        finally:
+            self._unlike_numbers.are_new()
 
     def forget_trials(self) -> None:
         """Let each training step that is watched show a sign of a loss that was not tried."""
@@ -736,6 +767,7 @@ class UserSteps:
             if not is_known:
                 self._tried |= graph.operations
                 self._tried_calls.note(calls.made)
+                self._unlike_numbers.add(calls.numbers)
                 self.class_weights.note(graph.class_weights)
                 self._tried_names |= names_of_numbers(logged, kept)
             wanted = [leaf for leaf in leaves if leaf.requires_grad]

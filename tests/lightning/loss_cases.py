@@ -429,6 +429,23 @@ class PreparesInThird(Layers):
         return (F.cross_entropy(self(x), y, reduction="none") * weights).mean()
 
 
+class ScalesInThird(Layers):
+    """Makes a number of each batch, and multiplies its loss by it in step 3 alone, in the place of another one."""
+
+    def __init__(self, in_python: bool) -> None:
+        super().__init__()
+        self.in_python = in_python
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        if self.in_python:
+            share = sum(y.tolist()) / len(y)
+            return loss * (share if batch_idx == 2 else 1 / (1 + batch_idx))
+        mean, one = y.float().mean(), torch.ones(())
+        return loss * (mean if batch_idx == 2 else one)
+
+
 class FlipsAtRandom(Layers):
     """Which batches are mixed with themselves, a generator of the program's own decides."""
 
@@ -1002,6 +1019,8 @@ def losses(host: Host) -> dict[str, Any]:
             f"{what} in step 3": functools.partial(prepared, host, what)
             for what in ("inputs", "labels", "weights", "shifted")
         },
+        "numbers in step 3": lambda: fitted(host, lambda: ScalesInThird(True), labelled(54), max_epochs=1),
+        "factors in step 3": lambda: fitted(host, lambda: ScalesInThird(False), labelled(54), max_epochs=1),
         "named late": lambda: fitted(host, NamedLate, labelled(54), max_epochs=1),
         "returned counts": lambda: fitted(host, ReturnsCounts, labelled(54)),
         "logged late": lambda: fitted(host, LoggedLate, texts(16) * 6, max_epochs=1),

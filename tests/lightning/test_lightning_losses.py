@@ -92,6 +92,8 @@ FOUND: dict[str, tuple[bool, list[Any]]] = {
     "labels in step 3": (True, ["samples"]),
     "weights in step 3": (True, ["samples"]),
     "shifted in step 3": (True, ["samples"]),
+    "numbers in step 3": (True, ["samples"]),
+    "factors in step 3": (True, ["samples"]),
     "named late": (False, ["samples"]),
     "returned counts": (False, ["samples"]),
     "logged late": (False, LABELS),

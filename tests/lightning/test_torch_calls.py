@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_madpipe.steps.torch_calls import MOST_PLACES, Calls, TorchCalls, TriedCalls
+from lightning_madpipe.steps.torch_calls import MOST_PLACES, Calls, TorchCalls, TriedCalls, UnlikeNumbers
 
 X, Y = torch.arange(12.0).view(4, 3), torch.tensor([0, 1, 2, 1])
 
@@ -122,6 +122,58 @@ def beyond(step: Callable[..., Any], *arguments: Any) -> Any:
     with calls:
         step(*arguments)
     return calls.beyond_torch()
+
+
+def of_the_batch(y: Tensor, batch_idx: int) -> Any:
+    share = sum(y.tolist()) / len(y)
+    return X * (share if batch_idx > 1 else 1 / (1 + batch_idx))
+
+
+def of_a_tensor(y: Tensor, batch_idx: int) -> Any:
+    return X * (y.float().std() if batch_idx > 1 else torch.full((), 1 / (1 + batch_idx)))
+
+
+def of_numpy(y: Tensor, batch_idx: int) -> Any:
+    return torch.tensor([1.0, y.numpy().mean() if batch_idx > 1 else numpy.float64(batch_idx)])
+
+
+def named(y: Tensor, batch_idx: int) -> Any:
+    return torch.add(X, X, alpha=int(y.max()) if batch_idx > 1 else batch_idx)
+
+
+def of_a_schedule(y: Tensor, batch_idx: int) -> Any:
+    assert float(y.float().mean()) < 9 and y.tolist()  # as where it is only logged
+    return X * (0.9**batch_idx) + X * torch.tensor(1 / (1 + batch_idx)) + X * float("nan")
+
+
+def of_samples(y: Tensor, batch_idx: int) -> Any:
+    return torch.stack([row * factor for row, factor in zip(X, [1.0, 0.5, 0.25], strict=False)][: len(y)])
+
+
+def of_those_alone(y: Tensor, batch_idx: int) -> Any:
+    return X * (float(y.float().mean()) if y[0] == 2 and batch_idx > 1 else 0.5)
+
+
+@pytest.mark.parametrize(
+    "step, place",
+    [
+        *((step, 2) for step in (of_the_batch, of_a_tensor, of_numpy, named, of_those_alone)),
+        *((step, None) for step in (of_a_schedule, of_samples)),
+    ],
+)
+def test_a_number_that_a_step_makes_of_its_batch_is_a_sign_once(step: Any, place: int | None) -> None:
+    """It was told from no other number at its place, and so each micro-batch was trained with its own."""
+    unlike, parts = UnlikeNumbers(), (Y[:2], Y[1:], Y[:1].repeat(3) + 2)
+    signs = []
+    for batch_idx in range(4):
+        unlike.begin()
+        for part in parts:
+            calls = TorchCalls()
+            with calls:
+                step(part, batch_idx)
+            unlike.add(calls.numbers)
+        signs.append(unlike.are_new())
+    assert [number for number, sign in enumerate(signs) if sign and number] == [place] * (place is not None)
 
 
 def test_there_is_an_end_to_places_that_are_new() -> None:
