@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_partition.engine.runtime.collectives import broadcast_object, own_groups, reduced
+from deepspeed_partition.engine.runtime.collectives import any_bits, broadcast_object, own_groups
 from deepspeed_partition.engine.runtime.environment import warn_once
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.running_code import line_of_the_user
@@ -101,8 +101,8 @@ class PipelineGroups(DeepSpeedStrategy):
         return gathered(tensor, self._data_parallel_group())
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        [num_for] = reduced([int(decision)], dist.ReduceOp.SUM)
-        return num_for == self.world_size if all else num_for > 0
+        some_for, some_against = any_bits([bool(decision), not decision])
+        return not some_against if all else bool(some_for)
 
     def barrier(self, *arguments: Any, **keywords: Any) -> None:
         self._check_everyone_comes("barrier")

@@ -14,7 +14,7 @@ from torch import nn
 
 from deepspeed_partition.capture.model_layers import Branch
 from deepspeed_partition.engine import MadPipeEngine
-from deepspeed_partition.engine.runtime.collectives import from_rank_0, gather_objects, reduced
+from deepspeed_partition.engine.runtime.collectives import any_bits, from_rank_0, gather_objects
 from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.profiling.sources import users_names
 from lightning_madpipe.compat.collective_calls import IN_A_LAYER, collectives_refused
@@ -136,7 +136,7 @@ class LayerComparison:
         watch = self._watches.get(self._state)
         if watch is not None and watch.is_needed:
             changed = watch.changed()
-            if any(reduced([bool(changed)], dist.ReduceOp.MAX)):
+            if any(any_bits([bool(changed)])):
                 self.compare_again(run, changed)
 
     def compare_again(self, run: BatchRun, changed: Sequence[str]) -> None:

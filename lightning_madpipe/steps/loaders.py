@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch.distributed as dist
-
-from deepspeed_partition.engine.runtime.collectives import reduced
+from deepspeed_partition.engine.runtime.collectives import any_bits
 
 
 class EvenLoader:
@@ -31,10 +29,9 @@ class EvenLoader:
         iterator = iter(loader)
         while True:
             batch = next(iterator, nothing)
-            has_one, has_none = batch is not nothing, batch is nothing
-            everyone_has, nobody_has = reduced([has_one, has_none], dist.ReduceOp.MIN)
-            if not everyone_has:
-                if not nobody_has:
+            some_have_one, some_have_none = any_bits([batch is not nothing, batch is nothing])
+            if some_have_none:
+                if some_have_one:
                     announce(
                         f"the data of some ranks ends after {num_batches} batches: the epoch ends there "
                         "for all, and the rest of the others' data is dropped"

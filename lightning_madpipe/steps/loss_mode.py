@@ -37,12 +37,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy
-import torch.distributed as dist
 
 from deepspeed_partition.capture.sizes import ShapeError, way_of_sizes
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule
 from deepspeed_partition.engine.pipeline.plan_engine import LossCost
-from deepspeed_partition.engine.runtime.collectives import gather_objects, reduced
+from deepspeed_partition.engine.runtime.collectives import any_bits, gather_objects
 from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.engine.runtime.first_failure import met_by_all
 from deepspeed_partition.planner.units import counted
@@ -560,7 +559,7 @@ class LossOfBatches:
 
     def _on_any(self, wanted: Sequence[bool]) -> list[bool]:
         """Return what holds on any rank. Collective."""
-        return [bool(flag) for flag in reduced([int(each) for each in wanted], dist.ReduceOp.MAX)]
+        return [bool(flag) for flag in any_bits([int(each) for each in wanted])]
 
     def _from_every_pipeline(self, found: Finding | None) -> list[Finding]:
         return [finding for finding in gather_objects(found) if finding is not None]

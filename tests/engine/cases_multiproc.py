@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import socket
+import tempfile
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +23,7 @@ from torch import nn
 
 import deepspeed_partition
 from deepspeed_partition.engine import PipelineModule
-from deepspeed_partition.engine.runtime import autograd_boundary
+from deepspeed_partition.engine.runtime import agreements, autograd_boundary, collectives
 from deepspeed_partition.engine.runtime.autograd_boundary import Departed
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.warmup.run_platform import num_states, training_bytes
@@ -49,6 +52,52 @@ from tests.engine.running import (
 )  # fmt: skip
 from tests.engine.torch_schedule_cases import schedule_files_run_in_torch
 from tests.engine.warm_up_cases import heard
+
+# What ranks agree on
+
+
+def ranks_of_one_host_agree_over_sockets(_: Path) -> None:
+    own, rank, size, folders = collectives.own_groups(), dist.get_rank(), dist.get_world_size(), []
+
+    class Known(tempfile.TemporaryDirectory):
+        def __enter__(self) -> str:
+            folders.append(Path(self.name))
+            return super().__enter__()
+
+    with patch.object(dist, "all_reduce", None):  # which gloo would be asked by
+        assert collectives.any_bits([1 << rank, 2**62]) == [2**size - 1, 2**62]
+    with patch.object(tempfile, "TemporaryDirectory", Known):
+        agreement = agreements.connected(own.objects)
+    assert agreement is not None
+    assert agreement.any_bits([1 << rank]) == [2**size - 1]
+    [folder] = folders
+    assert not folder.exists()
+    dist.barrier()
+    agreement.close()
+
+
+def ranks_that_find_no_sockets_of_others_agree_over_gloo(_: Path) -> None:
+    own, rank, size = collectives.own_groups(), dist.get_rank(), dist.get_world_size()
+    lacks = [
+        patch.object(agreements, "_listening", lambda *_: None),
+        patch.object(agreements, "_connected_to", lambda *_: None),
+        patch.object(tempfile, "TemporaryDirectory", raising(OSError("no room"))),
+        patch.object(socket, "socket", raising(AttributeError("AF_UNIX"))),
+    ]
+    for lack in lacks:
+        for who in (0, size - 1):
+            with lack if rank == who else nullcontext():
+                assert agreements.connected(own.objects) is None
+    with patch.dict(collectives._agreements, {dist.group.WORLD: None}):
+        assert collectives.any_bits([1 << rank]) == [2**size - 1]
+
+
+def raising(error: Exception) -> Any:
+    def call(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return call
+
 
 # Training equals training in one process
 
@@ -832,6 +881,7 @@ def installed_into_deepspeed(_: Path) -> None:
 
 
 BOTH = [
+    ranks_of_one_host_agree_over_sockets, ranks_that_find_no_sockets_of_others_agree_over_gloo,
     planned_training_equals_one_process, a_plan_of_its_own_trains_the_same, tied_layers_train_the_same,
     clipping_by_the_norm_of_all_stages, the_norm_counts_tied_weights_once, bf16_within_its_rounding,
     the_users_optimizer_and_scheduler_stay, groups_that_are_empty_on_a_rank,

@@ -133,6 +133,10 @@ def _reference(iterator: Any) -> Callable[[], Any]:
         return lambda: iterator
 
 
+def _as_it_is(_: int, drawn: Any) -> Any:
+    return drawn
+
+
 class BatchData:
     """The micro-batches of a batch, as a rank reads them from its iterator.
 
@@ -181,15 +185,20 @@ class BatchData:
 
     def read(self, number: int) -> Any:
         """Return the micro-batch of this number; those before it are kept until they are asked for."""
-        self.catch_up()
-        while self.num_read <= number:
-            self.num_read += 1  # also where it cannot be read
-            self.kept[self.num_read - 1] = self._kept_of(self.num_read - 1, self._read_next())
+        if self.num_read <= number:
+            self._read_until(number)
         return self.kept[number]
 
-    def _kept_of(self, number: int, drawn: Any) -> Any:
-        if gives_own_memory(source_of(self._iterator())):
-            return drawn
+    def _read_until(self, number: int) -> None:
+        self.catch_up()
+        copy = _as_it_is if gives_own_memory(source_of(self._iterator())) else self._copy_of
+        has_more = bool(self._put_back)
+        while self.num_read <= number:
+            self.num_read += 1  # also where it cannot be read
+            drawn = self._read_next() if has_more else self._read_next_of_iterator()
+            self.kept[self.num_read - 1] = copy(self.num_read - 1, drawn)
+
+    def _copy_of(self, number: int, drawn: Any) -> Any:
         if not isinstance(drawn, (tuple, list)) or len(drawn) != 2:
             return copy_of_micro_batch(drawn)
         if self._needs == (True, False):

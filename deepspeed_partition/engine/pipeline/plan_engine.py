@@ -65,7 +65,7 @@ from deepspeed_partition.engine.runtime.autograd_boundary import (
     zeros,
 )
 from deepspeed_partition.engine.runtime.boundary_shapes import Shapes
-from deepspeed_partition.engine.runtime.collectives import gather_objects, own_groups, reduced
+from deepspeed_partition.engine.runtime.collectives import any_bits, gather_objects, own_groups
 from deepspeed_partition.engine.runtime.environment import announce, warn_once
 from deepspeed_partition.engine.runtime.first_failure import is_raised_by_all, raised_by_all
 from deepspeed_partition.engine.runtime.random_state import DrawnAtOnce
@@ -585,7 +585,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
         """
         if self.runs_lists and dist.get_world_size() > 1:
             return self._lockstep.begin_together(num_micro_batches, asks=asks)
-        return any(reduced([int(asks)], dist.ReduceOp.MAX)) if dist.get_world_size() > 1 else asks
+        return any(any_bits([int(asks)])) if dist.get_world_size() > 1 else asks
 
     def leave(self, words: str) -> None:
         """Leave a loop over batches together. Collective.

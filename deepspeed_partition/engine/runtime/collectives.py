@@ -17,6 +17,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_partition.engine.runtime import accelerator, host_staging
+from deepspeed_partition.engine.runtime.agreements import Agreement, connected
 from deepspeed_partition.engine.runtime.first_failure import met_by_all
 from deepspeed_partition.tensor_values import bytes_view
 
@@ -32,6 +33,8 @@ class OwnGroups(NamedTuple):
     """The group for tensors, on the job's own backend; on gloo it is the group for objects."""
 
 
+_agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreement | None] = weakref.WeakKeyDictionary()
+"""Sockets of one host by the default group; None: its ranks are not on one host."""
 _groups_beside: weakref.WeakKeyDictionary[dist.ProcessGroup, OwnGroups] = weakref.WeakKeyDictionary()
 """Own groups by the default group: a program may end that, and all others with it, and begin anew."""
 
@@ -45,6 +48,9 @@ def own_groups() -> OwnGroups:
             objects = dist.new_group(backend="gloo")
         tensors = objects if dist.get_backend() == "gloo" else dist.new_group()
         _groups_beside[default] = OwnGroups(objects, tensors)
+        agreement = _agreements[default] = connected(objects)
+        if agreement is not None:
+            weakref.finalize(default, agreement.close)
     return _groups_beside[default]
 
 
@@ -204,10 +210,15 @@ def reduced(values: Sequence[int], operation: Any) -> list[int]:
 def any_bits(values: Sequence[int]) -> list[int]:
     """Each of ``values``, with the bits set that are set on any rank, on every rank. Up to 63 bits each.
 
-    One number is one message between two ranks of gloo's ring, where several are as many.
+    Over gloo, which serves ranks on several hosts, one number is one message between two ranks of its ring, where
+    several are as many.
     """
+    group = own_groups().objects
+    default = dist.group.WORLD
+    if default is not None and (agreement := _agreements[default]) is not None:
+        return agreement.any_bits(values)
     tensor = torch.tensor(values, dtype=torch.int64)
-    dist.all_reduce(tensor, op=dist.ReduceOp.BOR, group=own_groups().objects)
+    dist.all_reduce(tensor, op=dist.ReduceOp.BOR, group=group)
     return tensor.tolist()
 
 

@@ -51,7 +51,7 @@ STOPPED, GONE = "Tt", "ZX"
 
 _WAITS_IN = (
     "torch/distributed/", "deepspeed/comm/", "threading.py", "contextlib.py", "engine/runtime/transfers.py",
-    "engine/runtime/departures.py", "engine/runtime/receive_line.py",
+    "engine/runtime/agreements.py", "engine/runtime/departures.py", "engine/runtime/receive_line.py",
     "engine/runtime/worker_thread.py", "engine/runtime/tracing.py", "engine/runtime/host_staging.py",
     "profiling/arrivals.py",
 )  # fmt: skip
