@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import colorsys
+from collections import deque
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +14,7 @@ pytest.importorskip("deepspeed")
 
 from deepspeed_partition.engine.pipeline import beside_layers  # noqa: E402
 from deepspeed_partition.engine.pipeline.beside_layers import SharedThings  # noqa: E402
+from deepspeed_partition.engine.repartition.state_held import StateHeld, take_held  # noqa: E402
 from deepspeed_partition.layer_calls import stand_in  # noqa: E402
 
 helpers, own = ModuleType("helpers"), ModuleType("own")
@@ -90,3 +92,58 @@ def test_what_functions_and_objects_of_two_stages_change_is_told(monkeypatch: py
             layer(1)
         assert said and f"changes {written} while it runs" in said.pop(), said
         said.clear()
+
+
+class Series(list[Any]):
+    """A layer that is a list, and holds its own numbers."""
+
+    def __call__(self, x: Any) -> Any:
+        return x + sum(self)
+
+
+class Window(deque[Any]):
+    def __call__(self, x: Any) -> Any:
+        return x
+
+
+class Numbers(dict[str, Any]):
+    def __call__(self, x: Any) -> Any:
+        return x
+
+
+def grows(held: Any) -> None:
+    held.append(4)
+    held[0] += 5
+
+
+def shrinks(held: Any) -> None:
+    held.pop()
+    held.pop()
+
+
+@pytest.mark.parametrize("change", [grows, shrinks, lambda held: held.clear(), lambda held: held.insert(0, [7])])
+@pytest.mark.parametrize("make", [lambda: Series([1, 2, 3]), lambda: Window([1, 2, 3], maxlen=4)])
+def test_items_of_a_list_that_is_a_layer_go_with_it(make: Any, change: Any) -> None:
+    """Those of a dict did, and those of a list stayed behind, of which nothing was said."""
+    here, there, state = make(), make(), StateHeld()
+    state.remember([(0, here)])
+    change(here)
+    sent = list(state.changed(0, here))
+    assert sent and all(take_held(there, place, each) for _, each, place in sent)
+    assert there == here != make()
+
+
+def test_items_of_a_list_without_those_before_them_stay() -> None:
+    here, there, state = Series([1, 2, 3]), Series([1]), StateHeld()
+    state.remember([(0, here)])
+    here[2] = 5
+    [(written, sent, place)] = state.changed(0, here)
+    assert written == "its item 2" and not take_held(there, place, sent) and there == [1]
+
+
+def test_keys_of_a_dict_that_is_a_layer_go_with_it() -> None:
+    here, there, state = Numbers(a=1, b=2), Numbers(a=1, b=2), StateHeld()
+    state.remember([(0, here)])
+    here["a"] = 3
+    del here["b"]
+    assert all(take_held(there, place, sent) for _, sent, place in state.changed(0, here)) and there == {"a": 3}

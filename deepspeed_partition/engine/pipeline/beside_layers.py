@@ -144,7 +144,7 @@ def held_by(function: Any) -> list[Held]:
     """What a layer or a loss function holds that is called, and is no module; and what it calls by name.
 
     That is: the attributes of an object, of what a method belongs to, and of a function; the arguments of a
-    partial.
+    partial; the items of a dict, a list or a deque.
     """
     function, found = original_of(function), list[Held]()
     _add_held(function, found)
@@ -178,6 +178,8 @@ def _add_held(function: Any, found: list[Held], written: str = "its {key}") -> N
     found.append(Held(holder, written, vars(holder) if is_function else table_of(holder)))
     if isinstance(holder, dict):
         found.append(Held(holder, written, holder))
+    elif isinstance(holder, list | deque):
+        found.append(Held(holder, "its item {key}", ItemsOf(holder)))
     wrapped = vars(holder).get("__wrapped__") if is_function else None
     if wrapped is not None:
         _add_held(wrapped, found)
@@ -208,6 +210,34 @@ class ArgumentsOf(MutableMapping[Any, Any]):
 
     def __len__(self) -> int:
         return len(self._table())
+
+
+class ItemsOf(MutableMapping[Any, Any]):
+    """The items of a list or a deque by their places. Without one, those behind it are gone, too."""
+
+    def __init__(self, items: list[Any] | deque[Any]) -> None:
+        self._items = items
+
+    def __getitem__(self, key: Any) -> Any:
+        if key not in range(len(self._items)):
+            raise KeyError(key)
+        return self._items[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if key == len(self._items):
+            self._items.append(value)
+        else:
+            self._items[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        while len(self._items) > key:
+            self._items.pop()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(len(self._items)))
+
+    def __len__(self) -> int:
+        return len(self._items)
 
 
 def _kind_of(function: Any) -> Any:

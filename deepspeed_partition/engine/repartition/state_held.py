@@ -1,7 +1,7 @@
 """What layers and a loss function that are no modules hold themselves: it goes with them where they move.
 
 That is: the attributes of an object that is called, of what a method belongs to, and of a function; the
-arguments of a partial.
+arguments of a partial; the items of a dict, a list or a deque.
 """
 
 from __future__ import annotations
@@ -102,6 +102,6 @@ def take_held(function: Any, place: Place, sent: Sent) -> bool:
         return True
     try:
         take(table, place.key, sent)
-    except NotHereError:
+    except (NotHereError, IndexError):  # an item before it in a list is not here
         return False
     return not sent.leaves_a_part
