@@ -511,7 +511,9 @@ class MadPipeEngine(ResumingEngine):
         """
         if self.step_watch is not None and self.step_watch.some_rank_is_slow and torch.is_grad_enabled():
             self._plan_again()
+        self.data_draws.begin_step()
         loss = self._pending.train(self._train_batch, data_iter)
+        self.data_draws.end_step(self.is_first_stage() or self.is_last_stage())
         if self._writes_figures and self.step_watch is not None:
             self._write_figures()
         return loss

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from deepspeed_partition.engine import PipelineModule
-from deepspeed_partition.engine.pipeline import drawing_layers
+from deepspeed_partition.engine.pipeline import data_draws, drawing_layers
 from deepspeed_partition.engine.runtime import environment
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.warmup import run_plan
@@ -262,7 +262,31 @@ def a_shuffle_that_seeds_decide_is_said(_: Path) -> None:
             same(*losses)
 
 
+def draws_between_steps_of_a_rank_that_reads_no_more_are_said(_: Path) -> None:
+    """Rank 1 had read until its last stage moved, and its program drew other numbers from then on, in silence."""
+    inputs, labels = zip(*[item for batch in batches(2) for item in batch], strict=True)
+    samples = list(zip(torch.cat(inputs), torch.cat(labels), strict=True))
+    orders = plans.depth_first((0, 1, 0), 4, 3)
+    plan = plans.plan_of(plans.chain_of(8), plans.platform_of(2), [0, 3, 6, 8], (0, 1, 0), orders=orders)
+    own = torch.Generator().manual_seed(0)
+    for generator, draws, is_said in ((None, True, True), (None, False, False), (own, True, False)):
+        said: list[str] = []
+        with patch.object(data_draws, "warn_once", lambda _, line: said.append(line)):  # noqa: B023
+            engine, _, _ = start(mlp(), [0, 3, 8], optimizer=two_groups, seed_layers=False)
+            data = iter(RepeatingLoader(DataLoader(samples, batch_size=4, shuffle=True, generator=generator)))  # type: ignore[arg-type]
+            for step in range(NUM_STEPS):
+                engine.train_batch(data)
+                if draws:
+                    _draw_from_all()
+                if step == 1:
+                    engine.recut(plan)
+        lines = gather_objects(said)
+        assert [len(of_rank) > 0 for of_rank in lines] == [False, is_said], (generator, draws, lines)
+        assert all("reads no more data" in line and "(torch)" in line for line in lines[1]), lines
+
+
 CASES = [
+    draws_between_steps_of_a_rank_that_reads_no_more_are_said,
     a_shuffle_that_seeds_decide_is_said,
     tracked_states_are_as_if_nothing_were_measured,
     layers_that_draw_are_said_where_a_plan_moves_them,

@@ -29,6 +29,7 @@ from deepspeed_partition.engine.pipeline.batch_attempt import Batch
 from deepspeed_partition.engine.pipeline.batch_programs import program_of
 from deepspeed_partition.engine.pipeline.batch_state import BatchData, BatchState
 from deepspeed_partition.engine.pipeline.boundary_engine import AnyBoundaryEngine
+from deepspeed_partition.engine.pipeline.data_draws import DataDraws
 from deepspeed_partition.engine.pipeline.drawing_layers import draws_told
 from deepspeed_partition.engine.pipeline.lockstep import Lockstep
 from deepspeed_partition.engine.pipeline.plain_passes import IS_LOSS, PlainPasses, without_more
@@ -184,6 +185,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
         self._shared_outputs, self._backwards_looked_at = SharedOutputs(), set[int]()
         self._forwards_looked_at = set[tuple[int, bool]]()
         self._drawn_at_once = DrawnAtOnce()
+        if "data_draws" not in vars(self):  # what was drawn outlives a move of the layers, too
+            self.data_draws = DataDraws(self.global_rank)
         self._passes, self._is_plain = PlainPasses(self), False
         self._computations = {
             "F": self._run_forward, "B": self._run_backward, "R": self._run_again, "I": self._run_first_half,
@@ -342,7 +345,9 @@ class AnyPlanEngine(AnyBoundaryEngine):
                 "give every rank an iterator, or those on which engine.is_first_stage() or is_last_stage() holds"
             )
         try:
-            with self._drawn_at_once.reading(num_micro_batches, has_seeds=bool(self.module.seed_layers)):
+            has_seeds = bool(self.module.seed_layers)
+            draws = nullcontext() if self.data_ends_with_batch else self.data_draws.reading()
+            with draws, self._drawn_at_once.reading(num_micro_batches, has_seeds=has_seeds):
                 self.batch_data.read(num_micro_batches - 1)
         except StopIteration:
             self._num_loaded = self.batch_data.num_read - 1
