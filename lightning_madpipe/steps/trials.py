@@ -194,6 +194,8 @@ def _compared(
     run.whole.log_calls = whole.log_calls
     cuts = [alike, trained] if trained else [alike]
     logs = _logs(run, cuts, tolerance)
+    differing = differences(traces, left_by_whole, left_by_pieces, left_as_trained)
+    steps.note_left(traces.changes, [name for name, _ in differing])
     result_rules, wrong_results = _results(whole.returned, cuts, tolerance)
     logs["log_rules"].update(result_rules)
     return Finding(
@@ -206,7 +208,7 @@ def _compared(
         draws_for_batch=draws.are_for_batch,
         draws_for_samples=draws.are_for_samples,
         means=tuple(traces.means_over(left_by_whole)),
-        traces=tuple(differences(traces, left_by_whole, left_by_pieces, left_as_trained)),
+        traces=tuple(differing),
         **logs,
         wrong_results=wrong_results,
     )

@@ -54,7 +54,7 @@ from lightning_madpipe.steps.other_weights import loss_depends_on_weights, other
 from lightning_madpipe.steps.own_generators import OwnGenerators
 from lightning_madpipe.steps.step_results import does_with, means_of, names_of_numbers
 from lightning_madpipe.steps.step_runs import StepRuns
-from lightning_madpipe.steps.step_side_effects import Change, Leftovers, Place, reached_objects
+from lightning_madpipe.steps.step_side_effects import PLAIN, Change, Leftovers, Place, reached_objects
 from lightning_madpipe.steps.tensor_comparison import as_real, has_gradient
 from lightning_madpipe.steps.told_metrics import ToldMetrics
 from lightning_madpipe.steps.torch_calls import MOST_PLACES, TorchCalls, TriedCalls, UnlikeNumbers
@@ -169,6 +169,10 @@ class UserSteps:
         """The module before the steps of the batches that run, on the rank that runs whole steps."""
         self._tried_changes: set[tuple[str, Place, str]] = set()
         """What each step has changed in trials, and how."""
+        self._alike: set[Place] = set()
+        """Numbers and texts that training steps have changed in trials as their micro-batches have."""
+        self._left_first: dict[Place, Any] = {}
+        """What the first micro-batch of this batch has left there."""
         self._times_changed = 0
         self.unsettled: Mapping[str, frozenset[str]] = {}
         """Means, logged or returned, of which nothing that was tried shows how they are merged, each with the
@@ -526,11 +530,34 @@ class UserSteps:
 
     def _check_changes(self, micro_batch: MicroBatch) -> None:
         """Give the batch up if its step has changed something that none has that was tried."""
-        if self.before_batch is None or not micro_batch.is_last or self._times_changed == MOST_TIMES_NEW:
+        if self.before_batch is None or self._times_changed == MOST_TIMES_NEW:
             return
-        if self.untried(micro_batch.step, self.before_batch.changes()):
+        if micro_batch.place == 0:
+            looked_at = self.before_batch.changes(lambda place, _: place in self._alike) if self._alike else ()
+            self._left_first = {change.place: change.value for change in looked_at}
+        if not micro_batch.is_last:
+            return
+        changes = self.before_batch.changes()
+        if self.untried(micro_batch.step, changes) or self._goes_on(changes):
             self._times_changed += 1
             self._give_up(micro_batch)
+
+    def _goes_on(self, changes: Iterable[Change]) -> bool:
+        """Whether micro-batches behind the first one change what a batch and they have left alike in trials.
+
+        What depends on no sample, such as a rate by the number of the step, all of them leave alike.
+        """
+        now = {change.place: change.value for change in changes if change.place in self._alike}
+        return any(
+            place not in now or place not in self._left_first or _are_others(now[place], self._left_first[place])
+            for place in {*now, *self._left_first}
+        )
+
+    def note_left(self, changes: Iterable[Change], differing: Collection[str]) -> None:
+        """Note what training steps have changed in a trial, and the names of what differs by micro-batches."""
+        places = {change.place for change in changes if type(change.value) in PLAIN and change.kind == "bind"}
+        self._alike |= places
+        self._alike = {place for place in self._alike if str(place) not in differing}
 
     def _check_logs(self, micro_batch: MicroBatch) -> None:
         """Give the batch up, or say it, if rules of which none is known to hold would merge its logs otherwise.
@@ -901,6 +928,10 @@ class UserSteps:
         if sentence not in self._told:
             self._told.add(sentence)
             warnings.warn(f"madpipe: {sentence}", stacklevel=2)
+
+
+def _are_others(value: Any, other: Any) -> bool:
+    return value != other and not (value != value and other != other)  # NaN is as NaN
 
 
 def _nothing_of(outputs: Any) -> Tensor:

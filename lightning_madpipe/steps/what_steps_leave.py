@@ -58,6 +58,8 @@ class StepTraces:
         self._before = steps.leftovers(undoable=True)
         self._module = module
         self._means: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        self.changes: list[Any] = []
+        """All that was changed by what was taken."""
         self.losses: Sequence[float] = ()
         """Those of the micro-batches that are noted."""
 
@@ -66,6 +68,7 @@ class StepTraces:
         found = {}
         changes = self._before.changes()
         self._steps.untried("training_step", changes)
+        self.changes += changes
         for change in changes:
             if change.place.owner not in self._metrics and change.kind != "delete":
                 gained = len(change.value) if change.kind in ("extend", "continues") else None

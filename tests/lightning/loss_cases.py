@@ -481,6 +481,20 @@ class KeepsInThird(Layers):
         return loss
 
 
+class CountsMarked(Layers):
+    """Counts batches whose first sample is marked: in step 1 one micro-batch does, and in step 7 all do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.rate = 0, 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        self.rate = 0.9**batch_idx
+        self.count += int(bool(x[0, 0] > 0))
+        return F.cross_entropy(self(x), y)
+
+
 class NamedLate(Layers):
     """Logs an extreme that no batch had logged before, and returns another one."""
 
@@ -932,6 +946,14 @@ def with_outliers(num: int) -> TensorDataset:
     return TensorDataset(x, y)
 
 
+def marked(num: int) -> TensorDataset:
+    """The first feature is negative, but for the first sample and for the seventh batch of 16."""
+    x, y = labelled(num).tensors
+    place = torch.arange(num)
+    sign = torch.where((place == 0) | (place // 16 == 6), 1.0, -1.0)
+    return TensorDataset(torch.cat([(x[:, 0].abs() * sign)[:, None], x[:, 1:]], 1), y)
+
+
 def with_signs(num: int) -> TensorDataset:
     """Batches of 16 whose first feature is positive, negative, and of both signs in the seventh."""
     x, y = labelled(num).tensors
@@ -1115,6 +1137,7 @@ def turned(host: Host) -> dict[str, Any]:
         "changing": fitted(host, Changing, labelled(64), **long)["found"],
         "collecting": fitted(host, Collecting, labelled(32), max_epochs=1)["found"],
         "keeping in step 3": fitted(host, KeepsInThird, labelled(64), max_epochs=1)["found"],
+        "counting marked": fitted(host, CountsMarked, marked(128), max_epochs=1)["found"],
         "denoising": fitted(host, Denoising, labelled(32), max_epochs=1)["found"],
         "drawn for a batch": drawn_from_common(host, both=False),
         "drawn for both": drawn_from_common(host, both=True),

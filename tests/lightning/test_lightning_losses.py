@@ -202,6 +202,14 @@ def test_what_steps_do_that_are_not_tried_is_told(two: Records) -> None:
     assert drawn.startswith("training_step draws from the common random generators (torch): ")
 
 
+def test_what_a_trial_shows_alike_is_told_where_it_differs(two: Records) -> None:
+    """In step 1 a count was that of one process, and in step 7 it was 5 instead of 2, in silence."""
+    said = two.of("turned")["counting marked"]["said"]
+    [told] = [each for each in said if "once per micro-batch, so that" in each]
+    assert "for a batch of step 7 self.count is 5 instead of 2: " in told
+    assert "self.rate" not in told and not two.of("turned")["counting marked"]["once"]
+
+
 def test_what_one_of_both_changes_is_told() -> None:
     """The lowest loss was that of a micro-batch, in silence, where the batch had none that low."""
     one = {"": torch.ones(1)}
