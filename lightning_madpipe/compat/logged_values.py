@@ -1,6 +1,7 @@
-"""Values that hooks log for single layers go with these when they move: a rank shows none of one that has left.
+"""Lightning's tables of logged values, as ``trainer.callback_metrics``, which keep the last value of each name.
 
-Lightning keeps the last value of each name, also where nothing logs it any more.
+Values that hooks log for single layers go with these when they move: a rank shows none of one that has left.
+Within a window of ``accumulate_grad_batches`` nothing of its batches has run yet: who reads one is told that.
 """
 
 from __future__ import annotations
@@ -14,6 +15,14 @@ from typing import Any
 import torch.distributed as dist
 
 from deepspeed_partition.engine.runtime.collectives import gather_objects
+
+TABLES = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+"""Attributes of Lightning's connector (2.5 to 2.6), like the results of its loops."""
+UNKNOWN_YET = (
+    "trainer.{table} has no {key!r} after this batch: with accumulate_grad_batches={number} all batches of a "
+    "window run at its end, and what training_step logs is known then. `trainer.{table}.get({key!r})` is None "
+    "until the first window has ended; or do not accumulate"
+)
 
 Place = tuple[str, str]
 """The loop and Lightning's own key of a value."""
@@ -44,14 +53,53 @@ def hand_values_over(trainer: Any, group: dist.ProcessGroup) -> None:
         item.has_reset, item._forward_cache = True, None
 
 
+class NotRunYetError(KeyError):
+    """A hook reads what a batch logs that waits for the end of its window."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class TableOfWindows(dict[str, Any]):
+    """One of Lightning's tables, which says why it lacks a value while the batches of a window wait.
+
+    A copy of it is a plain dict.
+    """
+
+    name = ""
+    number = 0
+    """Batches of a window; 0 where none waits."""
+
+    def __missing__(self, key: str) -> Any:
+        if self.number:
+            raise NotRunYetError(UNKNOWN_YET.format(table=self.name, key=key, number=self.number))
+        raise KeyError(key)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+def note_waiting_batches(trainer: Any, number: int) -> None:
+    """Let Lightning's tables say that batches wait for the end of their window of so many; 0: none does."""
+    connector = trainer._logger_connector
+    for name in TABLES:
+        table = getattr(connector, name)
+        if not isinstance(table, TableOfWindows):
+            if not number:
+                continue
+            table = TableOfWindows(table)  # Lightning makes its tables anew when a loop begins
+            table.name = name.removeprefix("_")
+            setattr(connector, name, table)
+        table.number = number
+
+
 def _results(trainer: Any) -> dict[str, Any]:
     loop = trainer.fit_loop.epoch_loop
     return {"train": loop._results, "validate": loop.val_loop._results}
 
 
 def _tables(trainer: Any) -> list[dict[str, Any]]:
-    connector = trainer._logger_connector  # as in 2.5 to 2.6, like the results of its loops
-    return [connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics]
+    return [getattr(trainer._logger_connector, name) for name in TABLES]
 
 
 def _names(of_loop: Any, item: Any) -> set[str]:

@@ -18,6 +18,7 @@ from deepspeed_partition.engine.runtime.collectives import raise_first, raised_t
 from deepspeed_partition.engine.runtime.first_failure import in_words, is_raised_by_all
 from deepspeed_partition.planner.weight_versions import FLUSH
 from deepspeed_partition.profiling.attributes import attributes_kept
+from lightning_madpipe.compat.logged_values import note_waiting_batches
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.unsupported import needs_two_samples, note_on_validation_within_window
 from lightning_madpipe.finding.captured_call import OtherCallError
@@ -168,7 +169,9 @@ class BatchRunner:
         captured = self._pipeline.call_of_module.captured
         self.last_batch_size = self._window[-1].whole.size
         self._window[-1].call = None if captured is None else captured.now
-        if trainer.fit_loop._should_accumulate():
+        waits = trainer.fit_loop._should_accumulate()
+        note_waiting_batches(trainer, trainer.accumulate_grad_batches if waits else 0)
+        if waits:
             return self._last_loss
         window, self._window = self._window, []
         # A rank that has met an error since the last step says so where the others begin the next one.

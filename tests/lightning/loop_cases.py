@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections import deque
@@ -610,7 +611,33 @@ SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     4: [],
 }
 
+
+class Reads(pl.Callback):
+    """Reads what the step has logged after each batch, and copies the table."""
+
+    def __init__(self) -> None:
+        self.read: list[Any] = []
+        self.kinds: set[str] = set()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        tables = {"train_loss": trainer.callback_metrics, "train_loss_step": trainer.logged_metrics}
+        for name, table in tables.items():
+            try:
+                self.read.append(float(table[name]))
+            except KeyError as error:
+                self.read.append(str(error))
+            self.kinds.add(type(copy.deepcopy(table)).__name__)
+        self.read.append(trainer.callback_metrics.get("train_loss") is None)
+
+
+def read_within_windows(host: Host) -> dict[str, Any]:
+    """A KeyError with the name alone told nobody why there is no value where one process has one."""
+    reads = Reads()
+    host.trainer(reads, max_epochs=1, accumulate_grad_batches=2).fit(cases.Classifier(), cases.loader(64))
+    return {"read": reads.read, "kinds": sorted(reads.kinds)}
+
+
 ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
-    2: [timed, refused_layers, step_errors],
+    2: [timed, refused_layers, step_errors, read_within_windows],
     4: [uneven_streams, step_errors_of_a_pipeline],
 }

@@ -60,6 +60,17 @@ def test_two_stages_do_what_one_process_does(two: Records, case: str) -> None:
     assert_same(two.of(case), two.reference[case])
 
 
+def test_who_reads_what_no_batch_has_logged_yet_is_told_why(two: Records) -> None:
+    """A KeyError with the name alone, where one process has a value."""
+    first, logged, is_none, *rest = two.of("read_within_windows")["read"]
+    at_the_end = "after this batch: with accumulate_grad_batches=2"
+    assert first.startswith(f"trainer.callback_metrics has no 'train_loss' {at_the_end}")
+    assert logged.startswith(f"trainer.logged_metrics has no 'train_loss_step' {at_the_end}")
+    assert is_none and all(isinstance(each, float | bool) for each in rest) and not any(rest[2::3])
+    assert len(rest) == 9 and rest[0] == rest[3] != rest[6], "of the window before, and then of its own"
+    assert two.of("read_within_windows")["kinds"] == ["dict"]
+
+
 @pytest.mark.parametrize(
     "settings",
     [
