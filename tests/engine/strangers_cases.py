@@ -1788,7 +1788,31 @@ def tensors_of_one_memory(_: Path) -> None:
         assert len(lines) == num_lines and all("its outputs 0 and 1" in line for line in lines), lines
 
 
+def layers_that_are_frozen_when_they_move(_: Path) -> None:
+    """ZeRO left them out from then on: released again, they were never trained, without a word."""
+    data = batches(7)
+    config = {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.0}
+
+    def trained(engine: MadPipeEngine) -> list[float]:
+        losses = []
+        for number, step in enumerate(data):
+            for name, weight in engine.module.named_parameters():
+                if number in (1, 4) and name[0] in "34":
+                    weight.requires_grad_(number == 4)
+            losses += train(engine, [step])
+        return losses
+
+    expected = trained(start(mlp(), "uniform", config, optimizer=adam)[0])
+    for options in ({}, {"warmup_steps": 3}):
+        engine, _, _ = start(mlp(), "madpipe", {**planned(cut(), **options), **config}, optimizer=adam)
+        if not options:
+            engine.recut([0, 5, 8])
+        same(trained(engine), expected, digits=1e-6)
+        assert all(weight.requires_grad for weight in engine.module.parameters())
+
+
 CASES = [
+    layers_that_are_frozen_when_they_move,
     calls_on_one_rank, layers_that_ask_for_their_rank_are_named,
     layers_that_ask_for_their_rank_when_built_are_named,
     a_tensor_that_is_returned_twice, tensors_of_one_memory,

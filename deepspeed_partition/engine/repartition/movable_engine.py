@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from deepspeed_partition.engine.pipeline.module import asks_for_plan, check_every_rank_trains
@@ -109,7 +110,9 @@ class MovingEngine(AnyPlanEngine):
                 beside.arrive(leaving)
             if groups is not None:
                 groups.assign(self.basic_optimizer, self.module)
-            self._start_again(scheduler)
+            frozen = [] if training_state is None else training_state.frozen_of(self.module)
+            with _released(frozen):
+                self._start_again(scheduler)
             self.optimizer = _one_object(optimizer, self.optimizer)
             if training_state is not None:
                 training_state.lay_into(self.optimizer, self.module)
@@ -398,6 +401,22 @@ class MovingEngine(AnyPlanEngine):
         wrapped = self.optimizer is not self.basic_optimizer
         if self._every_group is not None and wrapped and scheduler.optimizer is self.basic_optimizer:
             self._every_group.show_to(scheduler)
+
+
+@contextmanager
+def _released(frozen: list[nn.Parameter]) -> Iterator[None]:
+    """Let ``frozen`` parameters be trained meanwhile.
+
+    Optimizers of DeepSpeed's that flatten parameters leave out for ever what is frozen when they start. One that
+    had a parameter before it was frozen goes on with it when it is released.
+    """
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def _one_object(old: Any, new: Any) -> Any:

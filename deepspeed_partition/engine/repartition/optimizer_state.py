@@ -140,6 +140,11 @@ class TrainingState:
         if any(messages):
             raise RuntimeError(next(filter(None, messages)))
 
+    def frozen_of(self, module: PipelineModule) -> list[nn.Parameter]:
+        """Parameters in ``module`` that are frozen, and that the optimizer of some rank had before the move."""
+        known = {name for infos in self._infos for name in infos}
+        return [each for each, name in parameter_names(module).items() if name in known and not each.requires_grad]
+
     def _tell_what_differs(self, kind: str, ranks: Any) -> None:
         """Say which entries that are of no parameter are other ones on other ranks. Collective over ``ranks``."""
         mine = {repr(key): _mark_of(value) for key, value in self._of_no_parameter.items()}
@@ -222,8 +227,8 @@ def _mark_of(value: Any) -> bytes | None:
 def lay_states(states: dict[str, ParameterState], optimizer: Any, module: PipelineModule) -> None:
     """Let ``optimizer``, started on the parameters of ``module``, go on with ``states``, which this empties.
 
-    Collective over the data-parallel replicas of a stage. A parameter that was frozen since has no place in a
-    wrapping optimizer, and its state is dropped; one that was released has none, and begins with its weight.
+    Collective over the data-parallel replicas of a stage. A parameter that has no place in a wrapping optimizer
+    leaves its state behind; one that it had not before has none, and begins with its weight.
 
     Args:
         states: By the parameters' names, of the same ones on every replica; each replica has any share of them,
