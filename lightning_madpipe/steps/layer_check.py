@@ -384,11 +384,11 @@ class LayerCheck:
         done: list[str] = []
         drawn: list[str] = []
         names = {part: name for name, part in self._module.named_modules()}
+        last_calls = {call.layer: number for number, call in enumerate(watched.calls)}
         for number, call in enumerate(watched.calls):
             done += call.done_before
             drawn += call.drawn_before
-            later = {following.layer for following in watched.calls[number + 1 :]}
-            found = self._next_place(call, place, later)
+            found = self._next_place(call, place, lambda part: last_calls.get(part, -1) > number)  # noqa: B023
             if found is None:
                 done.append(f"self.{names.get(call.layer, '')} ({type(call.layer).__name__})")
                 continue
@@ -411,13 +411,13 @@ class LayerCheck:
         if after == before + 1:
             self._drawn_by_torch.update(dict.fromkeys(drawn))
 
-    def _next_place(self, call: LayerCall, place: int, later: Collection[nn.Module]) -> int | None:
+    def _next_place(self, call: LayerCall, place: int, comes_later: Callable[[Any], bool]) -> int | None:
         """Find the place of this call in the list; None if it comes before one that the list has before it."""
-        places = [index for index, layer in enumerate(self._layers) if _callable_module(layer) is call.layer]
+        places = self._places[call.layer]
         found = next((index for index in places if index > place), None)
         if found is not None:
             skipped = map(_callable_module, self._layers[place + 1 : found])
-            return None if any(part in later for part in skipped) else found
+            return None if any(map(comes_later, skipped)) else found
         here = self._words.described(places[-1])
         if place in places:
             what = f"calls {here} a second time, and it stands in the list {times(len(places))}"
@@ -667,7 +667,16 @@ class LayerCheck:
 
     def _anchors(self) -> dict[nn.Module, None]:
         """The layers whose calls in ``forward`` can be seen."""
-        return {m: None for m in map(_callable_module, self._layers) if m is not None}
+        return dict.fromkeys(self._places)
+
+    @functools.cached_property
+    def _places(self) -> dict[nn.Module, list[int]]:
+        """Where in the list each module stands whose calls in ``forward`` can be seen."""
+        found: dict[nn.Module, list[int]] = {}
+        for place, module in enumerate(map(_callable_module, self._layers)):
+            if module is not None:
+                found.setdefault(module, []).append(place)
+        return found
 
     def _foreign(self) -> dict[nn.Module, str]:
         """The modules that are not in the list, neither around nor within a layer, with their names."""

@@ -7,9 +7,13 @@ from tests.engine.captured_models_cases import BOTH as CAPTURED_MODELS
 from tests.engine.drawn_numbers_cases import CASES as DRAWN_NUMBERS
 from tests.engine.harness import run_cases
 from tests.engine.measured_state_cases import CASES as MEASURED_STATE
+from tests.engine.start_up_cases import CASES as START_UP
 from tests.engine.strangers_cases import CASES
 
-CASES = {case.__name__: case for case in (*CAPTURED, *CAPTURED_MODELS, *MEASURED_STATE, *DRAWN_NUMBERS, *CASES)}
+CASES = {
+    case.__name__: case
+    for case in (*CAPTURED, *CAPTURED_MODELS, *MEASURED_STATE, *DRAWN_NUMBERS, *START_UP, *CASES)
+}
 
 if __name__ == "__main__":
     run_cases(CASES)

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.choice import run_chosen
+from tests.growth import beyond_proportion, counted
 from tests.lightning import lightning_cases as cases
 from tests.lightning.lightning_cases import Host
 
@@ -637,7 +638,30 @@ def read_within_windows(host: Host) -> dict[str, Any]:
     return {"read": reads.read, "kinds": sorted(reads.kinds)}
 
 
+class Deep(cases.Classifier):
+    """Has as many small layers as it is told."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(cases.WIDTH, cases.WIDTH) for _ in range(number))
+
+
+def many_layers(host: Host) -> dict[str, Any]:
+    """The functions whose calls, until a run trains, grow by more than the number of layers."""
+    found: dict[int, dict[str, int]] = {}
+    for number in (4, 50, 200):  # the first loads what is loaded once
+        strategy = {"algorithm": [0, number // 4, number + 3], "warmup_epochs": 0}
+        with counted() as calls:
+            host.trainer(strategy=strategy, max_epochs=1).fit(Deep(number), cases.loader(32))
+        found[number] = dict(calls)
+    beyond = beyond_proportion(found[50], found[200], 4)
+    return {
+        "beyond": sorted(f"{name}: {counts}" for name, counts in beyond.items()),
+        "some": len(found[200]) > 500,
+    }
+
+
 ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
-    2: [timed, refused_layers, step_errors, read_within_windows],
+    2: [timed, refused_layers, step_errors, read_within_windows, many_layers],
     4: [uneven_streams, step_errors_of_a_pipeline],
 }

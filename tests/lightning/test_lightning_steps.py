@@ -60,6 +60,12 @@ def test_two_stages_do_what_one_process_does(two: Records, case: str) -> None:
     assert_same(two.of(case), two.reference[case])
 
 
+def test_calls_until_a_run_trains_grow_with_the_number_of_layers(two: Records) -> None:
+    """And not with its square: an engine of 200 layers once took 17 s to build."""
+    for record in (rank["many_layers"] for rank in two.ranks):
+        assert record["some"] and not record["beyond"], record
+
+
 def test_who_reads_what_no_batch_has_logged_yet_is_told_why(two: Records) -> None:
     """A KeyError with the name alone, where one process has a value."""
     first, logged, is_none, *rest = two.of("read_within_windows")["read"]
