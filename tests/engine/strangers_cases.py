@@ -1811,8 +1811,79 @@ def layers_that_are_frozen_when_they_move(_: Path) -> None:
         assert all(weight.requires_grad for weight in engine.module.parameters())
 
 
+class Halving(PipelineModule):
+    """Halves the outputs of the model, in a ``forward`` of its own."""
+
+    num_calls = 0
+
+    def forward(self, inputs: Any) -> Any:
+        Halving.num_calls += 1
+        outputs = super().forward(inputs)
+        return outputs * 0.5 if self._local_stop == self._num_layers else outputs
+
+
+class HalvingWhenCalled(PipelineModule):
+    def __call__(self, inputs: Any) -> Any:
+        outputs = super().__call__(inputs)
+        return outputs * 0.5 if self._local_stop == self._num_layers else outputs
+
+
+class HalvingAlone(PipelineModule):
+    """Runs the layers itself."""
+
+    def forward(self, inputs: Any) -> Any:
+        for function in self.forward_funcs:
+            inputs = function(inputs)
+        return inputs * 0.5 if self._local_stop == self._num_layers else inputs
+
+
+_forward_of_deepspeed = deepspeed.PipelineModule.forward
+
+
+def halved_forward(self: Any, inputs: Any) -> Any:
+    """What a script puts into DeepSpeed's class."""
+    outputs = _forward_of_deepspeed(self, inputs)
+    return outputs * 0.5 if self._local_stop == self._num_layers else outputs
+
+
+def loss_of_halves(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return loss_fn(outputs * 0.5, labels)
+
+
+def modules_with_a_forward_of_their_own(_: Path) -> None:
+    """DeepSpeed calls it for each stage and micro-batch, and so do we.
+
+    A plan that runs layers twice is refused where that ``forward`` does not come to ours.
+    """
+    data = batches(2)
+    expected = train_alone(mlp(), data, two_groups, loss_fn=loss_of_halves)
+
+    def trained(method: Any, module_class: type, config: Any = None) -> list[float]:
+        engine, _, _ = start(mlp(), method, config, optimizer=two_groups, module_class=module_class)
+        engine.module.seed_layers = False  # with seeds, DeepSpeed's forward ran
+        return train(engine, data)
+
+    in_warm_up = planned(cut(), warmup_steps=1)
+    for module_class in (Halving, HalvingWhenCalled, HalvingAlone):
+        for method, config in (("madpipe", in_warm_up), (looped(), None)):
+            same(trained(method, module_class, config), expected)
+    Halving.num_calls = 0
+    same(trained(cut(), Halving), expected)
+    assert Halving.num_calls == 2 * NUM_MICRO_BATCHES, Halving.num_calls
+    for module_class in (Halving, HalvingWhenCalled):
+        same(trained(recomputing_plan(), module_class), expected)
+    with raised(RuntimeError, "HalvingAlone.forward runs the layers", "super().forward", "recompute='never'"):
+        trained(recomputing_plan(), HalvingAlone)
+    with patch.object(deepspeed.PipelineModule, "forward", halved_forward):
+        for method, config in ((cut(), None), ("madpipe", in_warm_up), (looped(), None)):
+            same(trained(method, PipelineModule, config), expected)
+        with raised(RuntimeError, "PipelineModule.forward runs the layers"):
+            trained(recomputing_plan(), PipelineModule)
+
+
 CASES = [
     layers_that_are_frozen_when_they_move,
+    modules_with_a_forward_of_their_own,
     calls_on_one_rank, layers_that_ask_for_their_rank_are_named,
     layers_that_ask_for_their_rank_when_built_are_named,
     a_tensor_that_is_returned_twice, tensors_of_one_memory,

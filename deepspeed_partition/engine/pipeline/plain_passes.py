@@ -22,6 +22,7 @@ import torch.nn.modules.module as torch_module
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
+from torch import nn
 
 from deepspeed_partition.engine.pipeline.boundary_engine import AnyBoundaryEngine
 from deepspeed_partition.engine.runtime.autograd_boundary import has_twice, run_backward
@@ -95,11 +96,12 @@ def _has_deepspeeds_hooks_alone(module: Any) -> bool:
     """Return whether a call of a module does nothing besides its ``forward`` but what DeepSpeed's engine adds."""
     before, after = module._forward_pre_hooks, module._forward_hooks
     return (
-        len(before) == len(after) == 1
+        type(module).__call__ is nn.Module.__call__
+        and len(before) == len(after) == 1
         and all(each.__module__ == DeepSpeedEngine.__module__ for each in (*before.values(), *after.values()))
         and not (
             module._backward_hooks or module._backward_pre_hooks or module._compiled_call_impl is not None
-            or torch_module._has_any_global_hook()
+            or torch_module._has_any_global_hook() or nn.Module.__call__.__globals__ is not vars(torch_module)
         )
     )  # fmt: skip
 

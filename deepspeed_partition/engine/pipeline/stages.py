@@ -14,6 +14,7 @@ from operator import is_
 from typing import Any, TypeAlias
 
 import deepspeed.pipe
+import deepspeed.runtime.pipe.module
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import TiedLayerSpec
@@ -45,6 +46,7 @@ from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.profiling.backward_halves import Halves
 from deepspeed_partition.tensor_values import put_back
 
+OF_DEEPSPEED: Any = deepspeed.pipe.PipelineModule
 Within: TypeAlias = Callable[[int, Callable[[], Any]], Any]
 """What stands around a run of layers: it is given the number of the micro-batch and what runs them."""
 
@@ -328,20 +330,43 @@ class StagesModule(deepspeed.pipe.PipelineModule):
         return SharedThings(layers, stages)
 
     def _forward(self, forward_input: Any) -> Any:
-        blocks = self._recomputed_blocks()
+        """Run the ``forward`` of the class of the module, which may be a program's own, around the layers."""
+        if self._has_no_own_forward():
+            return self._forward_of_layers(forward_input)
+        own = self.__dict__
+        own["_has_run_layers"] = False
+        outputs = super().forward(forward_input)
+        if not own["_has_run_layers"] and torch.is_grad_enabled() and self._recomputed_blocks():
+            raise RuntimeError(
+                f"{type(self).__name__}.forward runs the layers of a stage other than by super().forward(inputs), "
+                "and the plan runs layers twice, which is done in there: call that, or plan without it "
+                "(recompute='never')"
+            )
+        return outputs
+
+    def _has_no_own_forward(self) -> bool:
+        """Whether no class of the module has a ``forward`` but DeepSpeed's."""
+        first = getattr(super().forward, "__func__", None)
+        return first is _RunsLayers.forward and not _is_forward_replaced()
+
+    def _forward_of_layers(self, forward_input: Any) -> Any:
+        """DeepSpeed's ``forward``, with what a plan has run twice or in halves."""
+        blocks, is_replaced = self._recomputed_blocks(), _is_forward_replaced()
+        self.__dict__["_has_run_layers"] = not is_replaced
         if (blocks or self.activation_checkpoint_interval) and torch.is_grad_enabled() and not self._has_told:
             self._has_told = True
             tell_of_second_runs()
-        if not blocks and not self.activation_checkpoint_interval and self._is_active and not self.seed_layers:
+        is_plain = not is_replaced and not blocks and not self.activation_checkpoint_interval
+        if is_plain and self._is_active and not self.seed_layers:
             return self._forward_in_turn(forward_input)
-        if self._is_cut_for_halves() and not blocks and not self.activation_checkpoint_interval:
+        if self._is_cut_for_halves() and is_plain:
             self.micro_offset += 1
             return self._layers_in_turn(self._local_start, self._local_stop)(
                 *(forward_input if isinstance(forward_input, tuple) else (forward_input,))
             )
-        if not blocks or not torch.is_grad_enabled():
+        if is_replaced or not blocks or not torch.is_grad_enabled():
             with self._checkpoints_where_gradients_begin():
-                outputs = super().forward(forward_input)
+                outputs = OF_DEEPSPEED.forward(self, forward_input)
             if not self._is_active:  # in DeepSpeed's own schedule
                 self._num_forwards[self._shown] = self.micro_offset
             return outputs
@@ -537,11 +562,26 @@ class StagesModule(deepspeed.pipe.PipelineModule):
         self._show_all()
 
 
+class _RunsLayers(deepspeed.pipe.PipelineModule):
+    """A base right in front of DeepSpeed's class: ``super().forward`` of a program's class comes to it."""
+
+    _forward_of_layers: Callable[[Any], Any]
+
+    def forward(self, forward_input: Any) -> Any:
+        return self._forward_of_layers(forward_input)
+
+
+def _is_forward_replaced() -> bool:
+    """Whether a program has put its own ``forward`` into DeepSpeed's class."""
+    return getattr(OF_DEEPSPEED.forward, "__globals__", None) is not vars(deepspeed.runtime.pipe.module)
+
+
 @functools.cache
 def _with_stages(module_class: Any) -> type:
     """Derive a class with stages, of the same name: by the name DeepSpeed knows some modules."""
     kept = {name: getattr(module_class, name) for name in ("__module__", "__qualname__", "__doc__")}
-    bases = (StagesModule, module_class)
+    of_program = () if module_class is OF_DEEPSPEED else (module_class,)
+    bases = (StagesModule, *of_program, _RunsLayers)
     return types.new_class(module_class.__name__, bases, exec_body=lambda namespace: namespace.update(kept))
 
 
