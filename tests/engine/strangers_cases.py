@@ -6,6 +6,7 @@ import copy
 import os
 import random
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -1788,6 +1789,77 @@ def tensors_of_one_memory(_: Path) -> None:
         assert len(lines) == num_lines and all("its outputs 0 and 1" in line for line in lines), lines
 
 
+class LooksAhead(torch.optim.Optimizer):
+    """Has the groups and the state of another optimizer, and none of what ``Optimizer.__init__`` makes."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.num_steps = base, 0
+        self.param_groups, self.state, self.defaults = base.param_groups, base.state, base.defaults
+        self.slow = [[weight.detach().clone() for weight in group["params"]] for group in self.param_groups]
+
+    def slow_of(self, weight: nn.Parameter, group: int, place: int) -> torch.Tensor:
+        return self.slow[group][place]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+        self.num_steps += 1
+        if self.num_steps % 2:
+            return
+        for number, group in enumerate(self.param_groups):
+            for place, weight in enumerate(group["params"]):
+                slow = self.slow_of(weight, number, place)
+                slow.lerp_(weight, 0.5)
+                weight.copy_(slow)
+
+
+class LooksAheadInState(LooksAhead):
+    """Keeps slow weights in a state of its own, and the base's beside it."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.num_steps, self.param_groups = base, 0, base.param_groups
+        self.state, self.base_state = defaultdict(dict), base.state
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self.state[weight]["slow"] = weight.detach().clone()
+
+    def slow_of(self, weight: nn.Parameter, group: int, place: int) -> torch.Tensor:
+        return self.state[weight]["slow"]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"base": self.base.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert list(state) == ["base"], state
+        self.base.load_state_dict(state["base"])
+
+
+def an_optimizer_around_another_one(_: Path) -> None:
+    """One that calls no ``Optimizer.__init__``: DeepSpeed trains with it, and ``initialize`` ended in an error."""
+    data = batches(6)
+    for kind in (LooksAhead, LooksAheadInState):
+        make = partial(_looking_ahead, kind)
+        expected = train_alone(mlp(), data, make)
+        for options in ({}, {"warmup_steps": 2}):
+            engine, _, _ = start(mlp(), "madpipe", planned(cut(), **options), optimizer=make)
+            losses = train(engine, data[:3])
+            if kind is LooksAheadInState:
+                state = engine.optimizer.state_dict()
+                engine.optimizer.load_state_dict(state)
+            engine.recut([0, 5, 8])
+            if kind is LooksAheadInState:
+                with raised(ValueError, "given a state that was taken where rank"):
+                    engine.optimizer.load_state_dict(state)
+            same(losses + train(engine, data[3:]), expected)
+
+
+def _looking_ahead(kind: type[LooksAhead], model: nn.Module) -> LooksAhead:
+    return kind(torch.optim.Adam(model.parameters(), lr=0.02))
+
+
 def layers_that_are_frozen_when_they_move(_: Path) -> None:
     """ZeRO left them out from then on: released again, they were never trained, without a word."""
     data = batches(7)
@@ -1884,6 +1956,7 @@ def modules_with_a_forward_of_their_own(_: Path) -> None:
 CASES = [
     layers_that_are_frozen_when_they_move,
     modules_with_a_forward_of_their_own,
+    an_optimizer_around_another_one,
     calls_on_one_rank, layers_that_ask_for_their_rank_are_named,
     layers_that_ask_for_their_rank_when_built_are_named,
     a_tensor_that_is_returned_twice, tensors_of_one_memory,

@@ -54,7 +54,7 @@ def tell_reads_of_optimizer(engine: Any) -> None:
     optimizer, module = engine.basic_optimizer, engine.module
     if not isinstance(optimizer, torch.optim.Optimizer):
         return
-    if hasattr(optimizer, "register_state_dict_pre_hook"):
+    if hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # not where a class leaves Optimizer.__init__ out
         optimizer.register_state_dict_pre_hook(functools.partial(_tell_of_optimizer, module))
 
 

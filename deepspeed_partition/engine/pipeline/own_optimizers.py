@@ -502,8 +502,8 @@ class _Trial:
         )
 
 
-NOT_COPIED = ("step",)
-"""A learning-rate schedule puts there, on the instance, what counts its steps."""
+NOT_COPIED = ("load_state_dict", "state_dict", "step")
+"""A learning-rate schedule puts there, on the instance, what counts its steps; an engine, what marks copies."""
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """The attributes in which torch (2.4 to 2.13) keeps the hooks of an optimizer's step."""

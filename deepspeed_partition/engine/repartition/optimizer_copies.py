@@ -44,16 +44,22 @@ def mark_copies(engine: Any) -> None:
         engine: Just started, or started again after a move.
     """
     marks, base, wrapping = _Marks(engine), engine.basic_optimizer, engine.optimizer
-    if isinstance(base, Optimizer):
+    if isinstance(base, Optimizer) and takes_hooks(base):
         for hook in _hooks.pop(base, ()):  # of an engine before
             hook.remove()
         _hooks[base] = [
             base.register_state_dict_post_hook(marks.after_state_dict),
             base.register_load_state_dict_pre_hook(marks.before_loading),
         ]
+    elif isinstance(base, Optimizer):
+        marks.put_around(base)
     if wrapping is not None and wrapping is not base and hasattr(wrapping, "load_state_dict"):
-        wrapping.state_dict = functools.partial(marks.taken, wrapping.state_dict)
-        wrapping.load_state_dict = functools.partial(marks.loaded, wrapping.load_state_dict)
+        marks.put_around(wrapping)
+
+
+def takes_hooks(optimizer: Optimizer) -> bool:
+    """Whether hooks can be put on the state of an optimizer: a class may leave ``Optimizer.__init__`` out."""
+    return "_optimizer_state_dict_post_hooks" in vars(optimizer)
 
 
 class _Marks:
@@ -61,6 +67,15 @@ class _Marks:
 
     def __init__(self, engine: Any) -> None:
         self._engine = weakref.ref(engine)
+
+    def put_around(self, optimizer: Any) -> None:
+        """Stand in the place of an optimizer's methods, and of those of an engine before."""
+        for name, mark in (("state_dict", self.taken), ("load_state_dict", self.loaded)):
+            present = getattr(optimizer, name)
+            is_mark = isinstance(present, functools.partial) and isinstance(
+                getattr(present.func, "__self__", None), _Marks
+            )
+            setattr(optimizer, name, functools.partial(mark, present.args[0] if is_mark else present))
 
     def taken(self, take: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self.after_state_dict(None, take(*args, **kwargs))
