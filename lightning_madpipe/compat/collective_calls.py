@@ -24,11 +24,9 @@ NAME = "_rank_not_in_group"
 program has imported the collective."""
 
 IN_A_STEP = (
-    "{step} calls torch.distributed.{name} at {line}, which the ranks {ranks} would have to call, too. They do "
-    "not all run the step: it runs on the last stage, up to its call of the layers on the first one. The stages "
-    "of a pipeline read the same data. Use self.all_gather(...), self.trainer.strategy.reduce(...) or "
-    "self.log(..., sync_dist=True), which count each pipeline once, or call it in a hook, such as "
-    "on_train_batch_end, on every rank"
+    "{step} calls torch.distributed.{name} at {line}, which the ranks {ranks} would have to call, too, and the "
+    "step runs on those of the last stage. Use self.all_gather(...), self.trainer.strategy.reduce(...) or "
+    "self.log(..., sync_dist=True), or call it in a hook, such as on_train_batch_end, on every rank"
 )
 
 IN_A_LAYER = (

@@ -68,13 +68,10 @@ IN_BUFFERS = (
     "precision='32-true' and stage=0 show them"
 )
 COPY_OF_A_PART = (
-    "{place} changes {target}, which is in no layer of the pipeline, by {source}, and a rank has the layers of "
-    "its own stages only: each rank would change another part, and lists that the code reads together, as by zip, "
-    "are of different layers. Average by hand in a dict by the names of self.named_parameters(), which "
-    "follows the layers and is whole after fit; a copy that the step runs, such as a target network, can load the "
-    "whole, state = trainer.strategy.broadcast(trainer.strategy.lightning_module_state_dict()), by all ranks. A "
-    "teacher that moves a little in each step needs a strategy that has the whole model on each device, such as "
-    "'ddp'"
+    "{place} changes {target}, a copy beside the layers, by {source}, and each rank would change a part of it. "
+    "Average by hand in a dict by the names of self.named_parameters(); let a target network load "
+    "trainer.strategy.broadcast(trainer.strategy.lightning_module_state_dict()) on all ranks; a teacher that "
+    "moves in each step needs the strategy 'ddp'"
 )
 AFTER_THE_CLOSURE = (
     "{place} looks at gradients after the closure ({names}, ...), which has made the optimizer's step already, "

@@ -237,9 +237,8 @@ def cut_inputs(
             raise SamplesSelectedError(
                 f"the step passes {length} rows to forward() for a batch of {total} samples and {shape[dim]} for "
                 f"{sizes[0]} of them, so the mean over micro-batches would be another loss than the batch's: "
-                "select samples after the call, self(x)[mask] instead of self(x[mask]); or take that mean with "
-                "MadPipeStrategy(loss='mean'); where the samples are not in dimension 0, "
-                "MadPipeStrategy(num_micro_batches=1) cuts nothing"
+                "select samples after the call, self(x)[mask] instead of self(x[mask]), or take that mean with "
+                "MadPipeStrategy(loss='mean'); MadPipeStrategy(num_micro_batches=1) cuts nothing"
             )
         if dim < 0:
             raise ValueError(

@@ -25,9 +25,8 @@ Run = Callable[[int, Tensors], Tensors]
 
 HANDED_OVER = (
     "{taker} does not compute from its input alone: it takes something that {giver} leaves beside its output, as "
-    "in a dictionary or a list that both have. In a pipeline each runs on the rank that has it, and nothing but "
-    "the tensors that a layer returns goes from one to the other. Make one layer of all between them and of both, "
-    "such as one nn.Sequential of them in the list of layers, or let the layers hand it on: `return x, skip`"
+    "in a dictionary, and only what a layer returns goes from rank to rank. Make one layer of both and of all "
+    "between them, such as one nn.Sequential, or let the layers hand it on: `return x, skip`"
 )
 
 

@@ -23,11 +23,10 @@ def uses_weights(step: str, called: str, error: Exception) -> str:
             "torch.distributed.all_reduce"
         )
     return (
-        f"{step} uses {name} other than by its call of {called}, and in a pipeline a step has the weights of one "
-        "stage only: for a penalty use the optimizer's weight_decay, to change weights a hook, such as "
-        "on_train_batch_end, for a norm that is logged a hook and torch.distributed.all_reduce; or let the layers "
-        f"return what the step needs ({line_of_users(error)}). A step that runs the network by itself, such as to "
-        "draw samples by its gradients, needs a strategy that has the whole model on each device, such as 'ddp'"
+        f"{step} uses {name} other than by its call of {called} ({line_of_users(error)}), and in a pipeline a "
+        "step has the weights of one stage: for a penalty use the optimizer's weight_decay, to change weights or "
+        "log a norm a hook (on_train_batch_end), or let the layers return what is needed; a step that runs the "
+        "network by itself needs a strategy that has the whole model on each device, such as 'ddp'"
     )
 
 
@@ -35,11 +34,9 @@ def loss_depends_on_weights(step: str, called: str, name: str) -> str:
     """Why a step cannot run whose loss has gradients by weights that are not those of its call."""
     return (
         f"the loss of {step} depends on weights in other ways than through {called} ({name}), such as by a "
-        "penalty on self.parameters(), or by weights of its terms that are learned, or by a module that the step "
-        "did not call when its layers were found, such as the head of another task, and no rank of a pipeline has "
-        "them all: use the optimizer's weight_decay; let the layers return what the loss needs, of a head that "
-        "takes labels by calling it within forward() and self(x, y) in the step; or call all other such modules "
-        "for each batch and choose among their results, as by torch.where"
+        "penalty, or by weights of its terms that are learned, or by a head that was not called at first, and no "
+        "rank has all: use weight_decay; call what has weights within forward(); or call all heads for each batch "
+        "and choose by torch.where"
     )
 
 

@@ -28,11 +28,9 @@ from lightning_madpipe.steps.hook_values import NOT_HERE, HookValue
 from lightning_madpipe.steps.hooks_that_collect import Collected
 
 BY_A_HOOK = (
-    "{step} reads {shown}, which {hook} writes while that layer runs: in a pipeline a layer runs on the rank that "
-    "has it, once per micro-batch, and the step on the last stage, where neither the value nor its gradient "
-    "comes: return it from forward(), `return logits, feature`, without the hook; layers that are named in "
-    "pipeline_layers() hand it on with the activations. Where it is only logged, give self.log the tensor, "
-    "without float() or .item()"
+    "{step} reads {shown}, which {hook} writes while that layer runs, on the rank that has it, and the step runs "
+    "on the last stage: return it from forward(), `return logits, feature`, without the hook (layers of "
+    "pipeline_layers() hand it on). Where it is only logged, give self.log the tensor, without float() or .item()"
 )
 
 
