@@ -180,7 +180,7 @@ class _SequentialStandIn:
         self._sequential, self._call = sequential, call
         self._refusal = error(
             f"the step, or forward(), uses parts of {called.removesuffix('()')}, whose layers run on other ranks: "
-            "call it as a whole and let it return what the step needs, or name the layers in pipeline_layers(). "
+            "call it as a whole, let it return what is needed, or name the layers in pipeline_layers(). "
             "Modes (eval()), buffers and weights are set in a hook, such as on_train_batch_start. To run layers "
             "one by one needs a strategy that has the whole model on each device, such as 'ddp'"
         )

@@ -24,7 +24,7 @@ def uses_weights(step: str, called: str, error: Exception) -> str:
         )
     return (
         f"{step} uses {name} other than by its call of {called} ({line_of_users(error)}), and in a pipeline a "
-        "step has the weights of one stage: for a penalty use the optimizer's weight_decay, to change weights or "
+        "step has the weights of one stage: for a penalty use weight_decay, to change weights or "
         "log a norm a hook (on_train_batch_end), or let the layers return what is needed; a step that runs the "
         "network by itself needs a strategy that has the whole model on each device, such as 'ddp'"
     )
