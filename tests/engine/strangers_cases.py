@@ -33,7 +33,7 @@ from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.planner.errors import PlanMismatchError
 from deepspeed_partition.profiling import arrivals
 from tests.engine import pipelines, plans
-from tests.engine.pipelines import WIDTH, WORDS, Block, halving, loss_fn, mlp, train_alone, two_groups
+from tests.engine.pipelines import WIDTH, WORDS, Block, halving, loss_fn, mlp, tied, train_alone, two_groups
 from tests.engine.running import (
     NUM_MICRO_BATCHES,
     adam,
@@ -1860,6 +1860,40 @@ def _looking_ahead(kind: type[LooksAhead], model: nn.Module) -> LooksAhead:
     return kind(torch.optim.Adam(model.parameters(), lr=0.02))
 
 
+def gradients_that_are_there_before_a_step(_: Path) -> None:
+    """A step adds to them: those of a penalty on the weights were gone in the step in which layers moved."""
+    sharded = {"zero_optimization": {"stage": 1}}
+
+    def trained(engine: MadPipeEngine, data: list[Any], places: Any = ()) -> list[float]:
+        losses, places = [], dict(places)
+        for number, step in enumerate(data):
+            tied_here = [weight for name, weight in engine.module.named_parameters() if "tied" in name]
+            share = 1 / max(1, sum(map(bool, gather_objects(bool(tied_here)))))
+            for weight in engine.module.parameters():
+                factor = share if any(weight is each for each in tied_here) else 1.0
+                (factor * 0.05 * weight.square().sum()).backward()
+            for name, weight in engine.module.named_parameters():
+                if name == "4.linear.weight" and engine.optimizer is engine.basic_optimizer:
+                    weight.grad = weight.grad.t().contiguous().t().to_sparse(1)  # autograd adds to any kind
+            if number in places:
+                engine.recut(places[number])
+            losses += train(engine, [step])
+        return losses
+
+    for config in ({}, sharded):
+        data = batches(5)
+        expected = trained(start(mlp(), [0, 3, 8], config, optimizer=adam)[0], data)
+        for options in ({}, {"warmup_steps": 2}):
+            engine, _, _ = start(mlp(), "madpipe", {**planned([0, 5, 8], **options), **config}, optimizer=adam)
+            same(trained(engine, data, {4: [0, 2, 8]}), expected)
+            assert engine.module.parts == [0, 2, 8]
+    # Copies of a tied weight on two ranks come to one, and it comes to two again.
+    data = batches(5, tokens=True)
+    expected = trained(start(tied(), [0, 3, 8], optimizer=adam)[0], data)
+    engine, _, _ = start(tied(), [0, 3, 8], optimizer=adam)
+    same(trained(engine, data, {1: looped(), 3: [0, 2, 8]}), expected)
+
+
 def layers_that_are_frozen_when_they_move(_: Path) -> None:
     """ZeRO left them out from then on: released again, they were never trained, without a word."""
     data = batches(7)
@@ -1956,7 +1990,7 @@ def modules_with_a_forward_of_their_own(_: Path) -> None:
 CASES = [
     layers_that_are_frozen_when_they_move,
     modules_with_a_forward_of_their_own,
-    an_optimizer_around_another_one,
+    an_optimizer_around_another_one, gradients_that_are_there_before_a_step,
     calls_on_one_rank, layers_that_ask_for_their_rank_are_named,
     layers_that_ask_for_their_rank_when_built_are_named,
     a_tensor_that_is_returned_twice, tensors_of_one_memory,

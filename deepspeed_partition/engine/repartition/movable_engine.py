@@ -18,6 +18,7 @@ from deepspeed_partition.engine.pipeline.parts import in_words, parts_with_param
 from deepspeed_partition.engine.pipeline.plan_engine import AnyPlanEngine
 from deepspeed_partition.engine.pipeline.stages import allocation_of
 from deepspeed_partition.engine.repairs import fit_reduction_buffers, let_stages_differ, prefer_torch_adam
+from deepspeed_partition.engine.repartition.given_gradients import GivenGradients
 from deepspeed_partition.engine.repartition.kept_along import KeptAlong
 from deepspeed_partition.engine.repartition.layer_moves import build_arriving, move_layers
 from deepspeed_partition.engine.repartition.optimizer_copies import mark_copies
@@ -102,6 +103,7 @@ class MovingEngine(AnyPlanEngine):
                     if along is not None:
                         along.give_back()
                     raise
+            gradients = GivenGradients(self.module, allocation)
             self._release_parameters()
             if training_state is not None:
                 training_state.take_out()
@@ -118,6 +120,7 @@ class MovingEngine(AnyPlanEngine):
                 training_state.lay_into(self.optimizer, self.module)
             if along is not None:
                 along.give_back()
+            gradients.give_to(self.module)
         self._tell_what_moved(before)
 
     def _tell_what_moved(self, before: list[str]) -> None:
