@@ -39,6 +39,33 @@ WORLD_SIZE = (
 )
 
 
+class _Gather(torch.autograd.Function):
+    """Gathers a tensor of one shape from the ranks of a group; each gets the sum of their gradients for its own.
+
+    ``torch.distributed.nn.functional.all_gather`` (torch 2.4 to 2.13) takes the places in a group of gloo for
+    ranks of the world in its backward, and fails where they are not.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(everyone, tensor, group)
+        return torch.stack(everyone)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total[dist.get_rank(ctx.group)], None
+
+
+def gathered_with_gradients(tensor: Tensor, group: Any) -> Tensor:
+    """``tensor`` of each rank of ``group``, stacked, through which gradients go back to all of them."""
+    stacked: Tensor = _Gather.apply(tensor.contiguous(), group)
+    return stacked
+
+
 class PipelineGroups(DeepSpeedStrategy):
     """``reduce`` and ``all_gather`` over the data-parallel ranks; barriers, broadcasts and decisions over all.
 
@@ -88,11 +115,16 @@ class PipelineGroups(DeepSpeedStrategy):
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         # LightningModule.all_gather fills in the world where its caller names no group.
-        if group is None or group is dist.group.WORLD:
+        if dist.is_initialized() and (group is None or group is dist.group.WORLD):
+            num_pipelines = self._num_pipelines()
+            if num_pipelines == 1:
+                return tensor  # with its gradient, as in one process
             if self._rehearses():
-                return torch.stack([tensor] * self._num_pipelines())
+                return torch.stack([tensor] * num_pipelines)
             group = self._data_parallel_group()
-        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+        if sync_grads and dist.is_initialized():
+            return gathered_with_gradients(tensor, group)
+        return super().all_gather(tensor, group=group)
 
     def gather_state(self, tensor: Tensor) -> list[Tensor]:
         """A metric's state on each data-parallel rank."""

@@ -839,6 +839,47 @@ def gathers(host: Host) -> dict[str, Any]:
     return {"values": module.values, "metrics": plain(dict(trainer.callback_metrics))}
 
 
+class Contrasts(cases.Classifier):
+    """As SimCLR, which tells the samples of all processes apart.
+
+    Args:
+        sync_grads: Whether gradients go back through what is gathered.
+        detach: Whether one process cuts them off, as several do where they are not synchronized.
+    """
+
+    def __init__(self, sync_grads: bool, detach: bool) -> None:
+        super().__init__(optimizer="sgd")
+        self.sync_grads, self.detach, self.place = sync_grads, detach, 0
+
+    def on_fit_start(self) -> None:
+        if self.all_gather(torch.ones(1)).numel() > 1:
+            self.place = pipeline_index(self.trainer.global_rank)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        features = F.normalize(self(batch[0]), dim=1)
+        everyone = self.all_gather(features, sync_grads=self.sync_grads).reshape(-1, features.shape[1])
+        everyone = everyone.detach() if self.detach else everyone
+        targets = torch.arange(len(features)) + self.place * len(features)
+        loss = F.cross_entropy(features @ everyone.T / 0.5, targets)
+        self.log("contrast", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+
+def contrasts(host: Host) -> dict[str, Any]:
+    """The losses of the last epoch, where gathered features are a part of each."""
+
+    def fit(sync_grads: bool = False, detach: bool = False) -> dict[str, Any]:
+        module, parts = seeded(lambda: Contrasts(sync_grads, detach)), 2 if host.num_processes == 4 else 1
+        strategy = {"num_stages": 2, "algorithm": cases.CUT, "warmup_epochs": 0}
+        trainer = host.trainer(strategy=strategy, use_distributed_sampler=True, max_epochs=4)
+        # One batch per epoch and rank: the same samples make the same step in whatever order.
+        trainer.fit(module, DataLoader(cases.samples(16), batch_size=16 // parts))
+        return plain(dict(trainer.callback_metrics))
+
+    runs = {"synchronized": lambda: fit(True), "as it is": fit, "cut off": lambda: fit(detach=not host.pipelined)}
+    return run_chosen(runs)
+
+
 class Stash(nn.Linear):
     skips: dict[str, Any]
 
@@ -945,9 +986,9 @@ def collectives(host: Host) -> dict[str, Any]:
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     2: [
         predictions, default_predictions, returned, left_behind, with_metrics, logs_everywhere, shown, summed,
-        skips, rank_zero, global_board, logged_sizes, *loop_cases.SAME_AS_SINGLE[2],
+        skips, rank_zero, global_board, logged_sizes, contrasts, *loop_cases.SAME_AS_SINGLE[2],
     ],
-    4: [predictions, left_behind, replicated_metrics],
+    4: [predictions, left_behind, replicated_metrics, contrasts],
 }  # fmt: skip
 
 ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {

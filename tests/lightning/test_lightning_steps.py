@@ -344,6 +344,17 @@ def test_collectives_are_over_pipelines_and_decisions_over_all(four: Records) ->
     )
 
 
+@pytest.mark.parametrize("run", ["synchronized", "as it is"])
+def test_gathered_features_of_one_pipeline_keep_their_gradient(two: Records, run: str) -> None:
+    """It was cut off, in silence; with sync_grads=True it raised that rank 0 is not in the group."""
+    assert_same(two.of("contrasts")[run], two.reference["contrasts"][run])
+
+
+@pytest.mark.parametrize("run", ["synchronized", "cut off"])
+def test_gathered_features_of_two_pipelines_have_the_gradient_that_ddp_gives(four: Records, run: str) -> None:
+    assert_same(four.of("contrasts")[run], four.reference["contrasts"][run])
+
+
 def test_streams_of_other_lengths_end_together(four: Records) -> None:
     # The first pipeline has five batches and the second three, twice.
     assert four.of("uneven_streams") == {"steps": 6, "epoch": 2}
