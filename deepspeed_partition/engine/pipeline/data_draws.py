@@ -7,8 +7,7 @@ that reads no more, or begins to, has its generators elsewhere when its program 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from deepspeed_partition.engine.runtime.environment import warn_once
@@ -38,15 +37,15 @@ class DataDraws:
         self._after_step: dict[str, Any] = {}
         """Where generators were behind the last step, where that matters."""
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Watch the reading of a batch, until one is drawn from a common generator."""
-        if self._names:
-            yield
-            return
-        before = common_marks()
-        yield
-        self._names = {name for name, mark in common_marks().items() if mark != before.get(name)}
+    def note_reading(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+        """Note that a batch has been read, until one is drawn from a common generator.
+
+        Args:
+            before: :func:`~deepspeed_partition.generators.common_marks` before it was.
+            after: The same afterwards.
+        """
+        if not self._names:
+            self._names = {name for name, mark in after.items() if mark != before.get(name)}
 
     def begin_step(self) -> None:
         """Begin a step; say once what the program has drawn since the last one."""

@@ -75,6 +75,7 @@ from deepspeed_partition.engine.runtime.shared_outputs import SharedOutputs
 from deepspeed_partition.engine.runtime.step_watch import StepWatch
 from deepspeed_partition.engine.runtime.transfers import Transfers
 from deepspeed_partition.engine.runtime.watch import watch
+from deepspeed_partition.generators import common_marks
 from deepspeed_partition.profiling.backward_halves import CAN_SPLIT, Halves
 from deepspeed_partition.profiling.failed_backward import forget_failed_backward
 from deepspeed_partition.schedule.endless import EndlessProgram
@@ -345,15 +346,18 @@ class AnyPlanEngine(AnyBoundaryEngine):
                 "give every rank an iterator, or those on which engine.is_first_stage() or is_last_stage() holds"
             )
         try:
-            has_seeds = bool(self.module.seed_layers)
-            draws = nullcontext() if self.data_ends_with_batch else self.data_draws.reading()
-            with draws, self._drawn_at_once.reading(num_micro_batches, has_seeds=has_seeds):
-                self.batch_data.read(num_micro_batches - 1)
+            before = common_marks()
+            self.batch_data.read(num_micro_batches - 1)
+            after = common_marks()
         except StopIteration:
             self._num_loaded = self.batch_data.num_read - 1
             return self._data_ended()
         except Exception as error:  # of the user's data; every rank must hear of it
             return error
+        has_seeds = bool(self.module.seed_layers)
+        self._drawn_at_once.note_reading(before, after, num_micro_batches, has_seeds=has_seeds)
+        if not self.data_ends_with_batch:
+            self.data_draws.note_reading(before, after)
         return None
 
     # A batch

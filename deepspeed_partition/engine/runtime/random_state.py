@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -102,22 +102,22 @@ class DrawnAtOnce:
         self._states: dict[str, Any] = {}
         self._is_said = self._has_read = self._shuffles = False
 
-    @contextmanager
-    def reading(self, num_micro_batches: int, *, has_seeds: bool) -> Iterator[None]:
-        """Watch the reading of a batch.
+    def note_reading(
+        self, before: Mapping[str, Any], after: dict[str, Any], num_micro_batches: int, *, has_seeds: bool
+    ) -> None:
+        """Note that a batch has been read.
 
         Args:
+            before: :func:`~deepspeed_partition.generators.common_marks` before it was.
+            after: The same afterwards.
             num_micro_batches: Those of the batch.
             has_seeds: Whether layers are given seeds, which set torch's generator.
         """
         drawn, self._drawn, self._names = self._drawn, set(), set()
         has_read, self._has_read, self._shuffles = self._has_read, True, False
         if self._is_said or (num_micro_batches == 1 and not has_seeds):
-            yield
             return
-        before = common_marks()
-        yield
-        self._states = common_marks()
+        self._states = after
         self._drawn = {name for name, state in self._states.items() if state != before[name]}
         self._names = drawn & self._drawn if num_micro_batches > 1 else set()
         self._shuffles = (
