@@ -348,8 +348,16 @@ def refusals_of_hooks(module: nn.Module, call: PipelineCall) -> Iterator[str]:
             )
 
 
-def notes_on_hooks(module: nn.Module, call: PipelineCall) -> Iterator[str]:
-    """What hooks on layers and gradients do otherwise than the user may expect, one sentence each."""
+def notes_on_hooks(
+    module: nn.Module, call: PipelineCall, elsewhere: Collection[str] = frozenset()
+) -> Iterator[str]:
+    """What hooks on layers and gradients do otherwise than the user may expect, one sentence each.
+
+    Args:
+        module: The LightningModule.
+        call: Its layers.
+        elsewhere: The names of parameters that have such hooks on the ranks that train them.
+    """
     names = {part: f"self.{name}" for name, part in module.named_modules()}
     hung: dict[str, str] = {}
     of_gradients = False
@@ -367,21 +375,25 @@ def notes_on_hooks(module: nn.Module, call: PipelineCall) -> Iterator[str]:
             "collect stays on that rank, and random numbers that they draw, or a count of their calls, make the "
             "training another one than in one process"
         )
-    on_weights = [
-        f"self.{name}"
-        for name, weight in module.named_parameters()
-        if not all(map(is_of_library, _hooks_of_weight(weight)))
-    ]
+    hooked = {*elsewhere, *weights_with_hooks(module)}
+    on_weights = [f"self.{name}" for name, _ in module.named_parameters() if name in hooked]
     if on_weights:
         yield (
             f"gradient hooks ({_some(on_weights)}) run on the rank that has the parameter, once per micro-batch, "
-            "whose gradient is its share of the step's"
+            "whose gradient is its share of the step's: in on_before_optimizer_step, weight.grad is that of the "
+            "step"
         )
 
 
-def _hooks_of_weight(weight: Any) -> Iterator[Any]:
-    for table in OF_WEIGHTS:
-        yield from (getattr(weight, table, None) or {}).values()
+def weights_with_hooks(module: nn.Module) -> list[str]:
+    """The names of the parameters that have a hook on their gradient."""
+    return [name for name, weight in module.named_parameters() if hooks_of_weight(weight)]
+
+
+def hooks_of_weight(weight: Any) -> dict[Any, Any]:
+    """The hooks on the gradient of a parameter, by numbers of torch's, but for those of libraries."""
+    tables = [getattr(weight, table, None) or {} for table in OF_WEIGHTS]
+    return {key: hook for table in tables for key, hook in table.items() if not is_of_library(hook)}
 
 
 def hooks_of(part: nn.Module) -> dict[str, list[Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -31,6 +31,7 @@ from lightning_madpipe.compat.unsupported import (
     notes_on_parts,
     notes_on_statistics,
     uses_statistics,
+    weights_with_hooks,
 )
 from lightning_madpipe.steps.batch_runs import BatchRun, as_tuple
 from lightning_madpipe.steps.batches import some_of
@@ -225,7 +226,9 @@ class LayerComparison:
             since = f"since {', '.join(changed)} has changed, " if changed else ""
             raise self._lightning.refusal(f"{since}{verdict.difference}")
         self._traces.add(verdict.left)
-        notes = [*verdict.notes, *self._notes_on_hooks()]
+        # A hook that is hung on while training runs is on the parameter, which a rank has of its own layers.
+        hooked = {name for names in gather_objects(weights_with_hooks(self._module)) for name in names}
+        notes = [*verdict.notes, *self._notes_on_hooks(hooked)]
         if not self._is_wanted:
             notes.append(UNCHECKED)
         statistics: list[str] = []
@@ -274,9 +277,9 @@ class LayerComparison:
         stages = [stage.layers for stage in self._pipeline.allocation.stages]
         return not any(first <= giver and taker < last for first, last in stages)
 
-    def _notes_on_hooks(self) -> list[str]:
+    def _notes_on_hooks(self, on_all_ranks: Collection[str] = frozenset()) -> list[str]:
         with self._pipeline.elsewhere.lifted():
-            return list(notes_on_hooks(self._module, self._pipeline.call_of_module))
+            return list(notes_on_hooks(self._module, self._pipeline.call_of_module, on_all_ranks))
 
     def _verdict(self, arguments: Sequence[Any]) -> Verdict:
         call, engine, half = self._pipeline.call_of_module, self._engine, self._half

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.generators import members_of
 from lightning_madpipe.compat.elsewhere import Elsewhere, HiddenTensors
+from lightning_madpipe.compat.unsupported import hooks_of_weight
 from lightning_madpipe.steps.forward_reads import facts_of
 
 MOST_NUMBERS = 1000
@@ -129,6 +130,9 @@ class LayerSettings:
                 for name, value in dict.items(part._buffers):
                     if _is_tensor(value):
                         yield (path, name), value
+            for name, weight in dict.items(part._parameters):
+                if weight is not None and (hooks := hooks_of_weight(weight)):
+                    yield (path, f"{name} (hooks)"), tuple(hooks)
 
 
 def _is_tensor(value: Any) -> bool:

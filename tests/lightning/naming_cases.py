@@ -282,7 +282,7 @@ class MixingLater(nn.Module):
 
 
 class ChangedLater(cases.SequentialClassifier):
-    """Hooks let layers mix samples in the second epoch."""
+    """Hooks let layers mix samples in the second epoch, and hang hooks on layers and weights in the next ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -295,6 +295,9 @@ class ChangedLater(cases.SequentialClassifier):
             self.net[2].share = 0.5
         elif self.current_epoch == 2:
             self.net[0].register_forward_hook(lambda layer, arguments, output: output - output.mean(0))
+        elif self.current_epoch == 3:
+            self.net[0].weight.register_hook(lambda gradient: gradient / gradient.norm())
+            self.net[-1].bias.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "seen", True))
 
 
 class MixingWithin(nn.Module):

@@ -124,11 +124,13 @@ def test_layers_that_micro_batches_change_are_told_once(two: Records) -> None:
 def test_layers_that_hooks_let_mix_samples_later_are_told(two: Records) -> None:
     """They were looked at before the first step alone: nothing was said of what epochs after it let them do."""
     said = two.ranks[0]["said_of_layers"]["changed later"]
-    keeping, statistics, mixing, hooked = said
+    keeping, statistics, mixing, hooked, on_weights = said
     assert "self.net.2.calls changes whenever the layer runs" in keeping
     assert "(self.net.1 (BatchNorm1d)) has the statistics of a micro-batch, 4 of the 16 samples" in statistics
     assert "what self.net.2 (MixingLater) gives for a sample depends on the others" in mixing
     assert "self.net.0" in hooked and "once per micro-batch" in hooked
+    # Hung on while training runs, they changed gradients of micro-batches, and nothing was said.
+    assert on_weights.startswith("madpipe: gradient hooks (self.net.0.weight, self.net.6.bias) run on the rank")
     assert two.ranks[1]["said_of_layers"]["changed later"] == []
 
 
