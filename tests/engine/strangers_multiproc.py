@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.engine.captured_cases import CASES as CAPTURED
 from tests.engine.captured_models_cases import BOTH as CAPTURED_MODELS
+from tests.engine.changed_modules_cases import CASES as CHANGED_MODULES
 from tests.engine.drawn_numbers_cases import CASES as DRAWN_NUMBERS
 from tests.engine.harness import run_cases
 from tests.engine.measured_state_cases import CASES as MEASURED_STATE
@@ -12,7 +13,7 @@ from tests.engine.strangers_cases import CASES
 
 CASES = {
     case.__name__: case
-    for case in (*CAPTURED, *CAPTURED_MODELS, *MEASURED_STATE, *DRAWN_NUMBERS, *START_UP, *CASES)
+    for case in (*CHANGED_MODULES, *CAPTURED, *CAPTURED_MODELS, *MEASURED_STATE, *DRAWN_NUMBERS, *START_UP, *CASES)
 }
 
 if __name__ == "__main__":

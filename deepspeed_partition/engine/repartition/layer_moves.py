@@ -47,6 +47,7 @@ from deepspeed_partition.engine.repartition.part_descriptions import (
     remember_attributes,
     say_what_stays,
     take_attributes,
+    take_modules,
 )
 from deepspeed_partition.engine.runtime.collectives import (
     gather_objects,
@@ -302,6 +303,7 @@ def _build(module: PipelineModule, part: Part, arriving: Arriving, rank: int) ->
     built, description = _build_spec(module, part), arriving.described[part.name]
     check_alike(part, description, describe(built), rank, allocation_of(module))
     remember_attributes([built])
+    take_modules(part, built, description, rank, allocation_of(module))
     arriving.built[part.name], arriving.hidden[part.name] = built, hidden_tensors(hidden_in(built))
     take_attributes(built, description)
 

@@ -27,6 +27,14 @@ from deepspeed_partition.engine.pipeline.parts import (
     Part,
     tensors_by_name,
 )
+from deepspeed_partition.engine.repartition.module_trees import (
+    Tree,
+    UnlikeTreeError,
+    check_tree,
+    new_paths,
+    take_tree,
+    tree_of,
+)
 from deepspeed_partition.engine.repartition.object_states import (
     HOSTS,
     Named,
@@ -82,6 +90,8 @@ class PartInfo:
     """The other attributes of the part's modules, by the path of the module and the name of the attribute."""
     hidden: dict[str, SentTensor]
     """The tensors of modules that it holds where torch does not look, by name."""
+    tree: Tree
+    """The modules that it is made of."""
 
 
 def describe(part: nn.Module) -> PartInfo:
@@ -105,7 +115,7 @@ def describe(part: nn.Module) -> PartInfo:
     for name, module in hidden.items():  # the engine sets that of the others
         attributes[name]["training"] = module.training
     sent = {name: _sent_tensor(tensor) for name, tensor in hidden_tensors(hidden).items()}
-    return PartInfo(tensors, tuple(hooks), attributes, sent)
+    return PartInfo(tensors, tuple(hooks), attributes, sent, tree_of(part, hidden))
 
 
 def hidden_in(part: nn.Module) -> dict[str, nn.Module]:
@@ -395,13 +405,19 @@ def only_what_changed(part: Part, held: nn.Module, build: Callable[[], nn.Module
     """
     there, existing = describe(held), existing_module(part.spec)
     if existing is not None:  # a program sets what it sets on every rank; one of them runs the layer
-        return replace(there, attributes=_changed_since(existing, there)) if existing in _FIRST else there
+        if existing not in _FIRST:
+            return there
+        new = new_paths(there.tree, _FIRST_TREES.get(existing, there.tree))
+        changed_since = _changed_since(existing, there)
+        return replace(there, attributes=changed_since | {path: there.attributes[path] for path in new})
     built = build()
     hidden, others = hidden_in(held), hidden_in(built)
     named = _named(built, others)
     present, modules = (
         {**dict(each.named_modules()), **of_each} for each, of_each in ((held, hidden), (built, others))
     )
+    for path in new_paths(there.tree, tree_of(built, others)):
+        modules.pop(path, None)
     changed = {
         path: _changed_attributes(
             present[path],
@@ -431,7 +447,8 @@ def _changed_attributes(
                 continue
         is_known = built is not None and name in own
         changed[name] = _told(held, name, value, before) if is_known else value
-    return changed
+    gone = [name for name in own if name.isidentifier() and name not in found and name not in vars(held)]
+    return changed | dict.fromkeys(gone, Gone())
 
 
 def _changed_tensors(
@@ -454,6 +471,8 @@ def _changed_tensors(
 
 _FIRST = WeakIdKeyDictionary()  # a module's own hash may depend on what it holds, as a metric's does
 """What modules of layers had when all ranks last had the same, or when they came: attributes, by fingerprints."""
+_FIRST_TREES = WeakIdKeyDictionary()
+"""What layers were made of then."""
 _FIRST_VERSIONS = WeakIdKeyDictionary()
 """How often tensors of hidden modules had been written to then."""
 
@@ -474,6 +493,8 @@ def remember_attributes(layers: Iterable[Any], *, again: bool = False) -> None:
     for layer in (each for each in found if each is not None):  # an empty container is false, and some raise
         hidden = hidden_in(layer)
         named = _named(layer, hidden)
+        if again or layer not in _FIRST_TREES:
+            _FIRST_TREES[layer] = tree_of(layer, hidden)
         for module in layer.modules():
             attributes = _module_attributes(module, named)
             now = _fingerprints(module, attributes)
@@ -501,7 +522,7 @@ def changed_attributes(layer: nn.Module) -> dict[str, dict[str, Any]]:
 
 def set_attributes(layer: nn.Module, changed: dict[str, dict[str, Any]]) -> None:
     """Give a layer what :func:`changed_attributes` has found on another rank."""
-    take_attributes(layer, PartInfo([], (), changed, {}))
+    take_attributes(layer, PartInfo([], (), changed, {}, {}))
 
 
 def _changed_since(layer: nn.Module, there: PartInfo) -> dict[str, dict[str, Any]]:
@@ -602,6 +623,21 @@ def _is_alike(own: dict[str, Any], name: str, value: Any) -> bool:
         return bool(own[name] == value)
     # Where a layer draws a tensor, it need not be what a layer of the same specification has drawn.
     return _fingerprint(own[name]) == _fingerprint(value)
+
+
+def take_modules(part: Part, built: nn.Module, there: PartInfo, rank: int, present: Allocation) -> None:
+    """Let a part be made of the modules that it is made of on the rank that sends it; see :func:`check_alike`."""
+    try:
+        take_tree(built, there.tree, tree_of(built, hidden_in(built)))
+    except UnlikeTreeError as error:
+        raise RuntimeError(_other_modules(part, error, rank, present)) from error
+
+
+def _other_modules(part: Part, error: UnlikeTreeError, rank: int, present: Allocation) -> str:
+    return (
+        f"layer {part.name!r} cannot be moved: on rank {rank} {error}, and its specification builds something "
+        f"else: let its __init__ build that; or {_let_none_move(present)}"
+    )
 
 
 def take_attributes(built: nn.Module, there: PartInfo) -> None:
@@ -755,11 +791,12 @@ def _check_what_was_added(part: Part, there: PartInfo, here: PartInfo, rank: int
             f"and register it again after the move; or {_let_none_move(present)}"
         )
     attributes = [(info.name, info.attributes, own[info.name].attributes) for info in there.tensors]
+    new = new_paths(there.tree, here.tree)
     attributes += [
         (
             path or "module",
-            {name: value for name, value in found.items() if name[0] != "_"},
-            here.attributes.get(path, {}),
+            {name: value for name, value in found.items() if name[0] != "_" or path in new},
+            {} if path in new else here.attributes.get(path, {}),
         )
         for path, found in there.attributes.items()
     ]
@@ -797,4 +834,8 @@ def check_alike(part: Part, description: PartInfo, here: PartInfo, rank: int, pr
             "layers in their specification, not after they are built (weight normalization or LoRA go into the "
             f"__init__ of a layer, or of a module that wraps it); or {_let_none_move(present)}"
         )
+    try:
+        check_tree(description.tree, here.tree)
+    except UnlikeTreeError as error:
+        raise RuntimeError(_other_modules(part, error, rank, present)) from error
     _check_what_was_added(part, description, here, rank, present)

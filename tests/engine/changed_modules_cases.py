@@ -1,0 +1,182 @@
+"""Cases: what a script replaces, deletes or adds within layers that are built is so where they move, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import nn
+
+from tests.engine.pipelines import WIDTH, two_groups
+from tests.engine.running import batches, planned, raised, same, start, train
+from tests.engine.strangers_cases import looped, note, seeded
+
+Change = Callable[[Any], None]
+
+
+class Cell(nn.Module):
+    """A layer of several parts, most of them without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.act = nn.Tanh()
+        self.again = self.act
+        self.behind = nn.Sequential(nn.Identity(), nn.Hardtanh())
+        self.extra = None
+        self.in_list = [nn.Tanh()]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.again(self.behind(self.act(self.in_list[0](self.linear(x)))))
+        return x if self.extra is None else self.extra(x)
+
+
+class Turned(Cell):
+    """What the class of a layer is changed to."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(-x)
+
+
+class Steep(nn.Module):
+    """An activation with attributes and a part of its own."""
+
+    def __init__(self, slope: float, *inner: nn.Module) -> None:
+        super().__init__()
+        self.slope, self.inner = slope, inner[0] if inner else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.slope * (x if self.inner is None else self.inner(x))
+
+
+def _defined_in_a_function() -> type:
+    class OnlyHere(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sin(x)
+
+    return OnlyHere
+
+
+OnlyHere = _defined_in_a_function()
+
+
+def _replaced(cell: Cell) -> None:
+    cell.act = nn.LeakyReLU(0.3)
+
+
+def _wrapped(cell: Cell) -> None:
+    cell.act = Steep(0.7, Steep(1.5, cell.act))
+
+
+def _of_a_local_class(cell: Cell) -> None:
+    cell.act = cell.again = OnlyHere()
+
+
+def _deleted(cell: Cell) -> None:
+    del cell.behind[1]
+
+
+def _appended(cell: Cell) -> None:
+    cell.behind.append(nn.Hardshrink())
+
+
+def _set(cell: Cell) -> None:
+    cell.extra = Steep(0.5, cell.linear)
+
+
+def _swapped(cell: Cell) -> None:
+    cell.__class__ = Turned
+    cell.behind.__class__ = OfTwo
+
+
+class OfTwo(nn.Sequential):
+    """What the class of a part is changed to."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 0.5 * super().forward(x)
+
+
+def cells(*, built: bool) -> list[Any]:
+    cell = (lambda: seeded(Cell)) if built else (lambda: LayerSpec(Cell))
+    ends = [(8, WIDTH), (WIDTH, 4)]
+    first, last = (seeded(nn.Linear, *each) if built else LayerSpec(nn.Linear, *each) for each in ends)
+    return [first, *[cell() for _ in range(6)], last]
+
+
+def _change(module: nn.Module, *changes: Change) -> None:
+    """Change the cells by their numbers in the model."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, Cell):
+            changes[(int(name) - 1) % len(changes)](layer)
+
+
+def _all_of_them(cell: Cell) -> None:
+    for change in (_wrapped, _deleted, _set, _swapped):
+        change(cell)
+
+
+def parts_that_a_script_changes(_: Path) -> None:
+    """A layer that moved had them as they were built, or an error without a sentence ended the run."""
+    data = batches(3)
+    changes = (_replaced, _all_of_them, _of_a_local_class, _appended, _set, _swapped)
+    for built, is_before in ((True, False), (False, True), (True, True)):
+
+        def optimizer(module: Any, *, is_changed: bool = is_before) -> Any:
+            _change(module, *changes) if is_changed else None
+            return two_groups(module)
+
+        def trained(engine: Any, *cuts: Any, is_changed: bool = is_before) -> list[float]:
+            losses = train(engine, data[:1])
+            _change(engine.module, *changes) if not is_changed else None
+            losses += train(engine, data[1:2])
+            for place in cuts:
+                engine.recut(place)
+            return losses + train(engine, data[2:])
+
+        expected = trained(start(cells(built=built), [0, 4, 8], optimizer=optimizer)[0])
+        config = planned([0, 1, 8], warmup_steps=2)
+        engine, _, _ = start(cells(built=built), "madpipe", config, optimizer=optimizer)
+        assert engine.module.parts == [0, 4, 8]
+        same(trained(engine, looped(), [0, 7, 8], [0, 1, 8]), expected)
+
+
+def parts_that_a_script_changes_and_that_stay_are_refused(_: Path) -> None:
+    def in_a_list(cell: Cell) -> None:
+        cell.in_list = [nn.ReLU()]
+
+    def of_an_unknown_class(cell: Cell) -> None:
+        cell.act = _defined_in_a_function()()
+
+    def with_a_function(cell: Cell) -> None:
+        cell.act = Steep(0.5)
+        cell.act._chosen = lambda x: x
+
+    def with_a_hook(cell: Cell) -> None:
+        cell.act = Steep(0.5)
+        cell.act.register_forward_hook(note)
+
+    def with_a_weight_of_another(cell: Cell) -> None:
+        cell.extra = Steep(0.5)
+        cell.extra.weight = cell.linear.weight
+
+    for number, (change, words) in enumerate(
+        {
+            in_a_list: "its in_list[0], in a list or an object, is a ReLU",
+            of_an_unknown_class: "OnlyHere, a class that is not found by its name",
+            with_a_function: "its act has the attribute '_chosen', a function",
+            with_a_hook: "strangers_cases.note (forward_hooks of act), which would stay behind",
+            with_a_weight_of_another: "its extra is a Steep, which shares weights",
+        }.items()
+    ):
+        engine, _, _ = start(cells(built=number % 2 == 0), [0, 4, 8], optimizer=two_groups)
+        losses = train(engine, batches(1))
+        _change(engine.module, change)
+        with raised(RuntimeError, "cannot be moved", words, "__init__", "let no layer move"):
+            engine.recut(looped())
+        assert len(losses + train(engine, batches(1))) == 2
+
+
+CASES = [parts_that_a_script_changes, parts_that_a_script_changes_and_that_stay_are_refused]
