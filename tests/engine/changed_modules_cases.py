@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from tests.engine.pipelines import WIDTH, two_groups
 from tests.engine.running import batches, planned, raised, same, start, train
-from tests.engine.strangers_cases import looped, note, seeded
+from tests.engine.strangers_cases import looped, note, said_here, seeded
 
 Change = Callable[[Any], None]
 
@@ -179,4 +180,43 @@ def parts_that_a_script_changes_and_that_stay_are_refused(_: Path) -> None:
         assert len(losses + train(engine, batches(1))) == 2
 
 
-CASES = [parts_that_a_script_changes, parts_that_a_script_changes_and_that_stay_are_refused]
+class Gate(nn.Module):
+    """A layer without parameters, with a number that a script sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opening = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.opening
+
+
+def lists_of_layers_without_parameters_are_told(_: Path) -> None:
+    """They do not follow: only how many layers moved was said. Made again of the module, they are right."""
+    specs = [LayerSpec(nn.Linear, 8, WIDTH), LayerSpec(Gate), LayerSpec(Gate), LayerSpec(nn.Linear, WIDTH, 4)]
+    data = batches(3)
+
+    def trained(engine: Any, place: Any) -> list[float]:
+        losses = []
+        for number, step in enumerate(data):
+            if number == 1:
+                engine.recut(place)
+            for gate in engine.module.modules():
+                if isinstance(gate, Gate):
+                    gate.opening = 1 - 0.2 * number
+            losses += train(engine, [step])
+        return losses
+
+    expected = trained(start(specs, [0, 3, 4], optimizer=two_groups)[0], [0, 3, 4])
+    with said_here() as sentences:
+        same(trained(start(specs, [0, 3, 4], optimizer=two_groups)[0], [0, 1, 4]), expected)
+    [told] = [each for each in sentences if "(no parameters)" in each]
+    words = f"rank {dist.get_rank()} {('no longer has', 'has')[dist.get_rank()]} layers 1 and 2 (no parameters)"
+    assert told.startswith(words) and "does not follow: make it again of engine.module" in told, told
+
+
+CASES = [
+    lists_of_layers_without_parameters_are_told,
+    parts_that_a_script_changes,
+    parts_that_a_script_changes_and_that_stay_are_refused,
+]

@@ -1238,7 +1238,7 @@ def averages_of_weights(_: Path) -> None:
         came = {name.split(".")[0] for name, _ in engine.module.named_parameters()} - {
             name.split(".")[0] for name in before
         }
-        [told] = [each for each in sentences if "no longer has those of" in each]
+        [told] = [each for each in sentences if "no longer has the parameters of" in each]
         assert told.startswith(f"rank {dist.get_rank()} has the parameters of layer") and "p.average" in told
         assert all(name in told.split(" now")[0] for name in came), (told, came)
         if not zero:

@@ -73,11 +73,11 @@ def held_modules(module: PipelineModule) -> dict[str, nn.Module]:
     return held
 
 
-def parts_with_parameters(module: PipelineModule) -> list[str]:
-    """The parts of this rank that have parameters, whose names begin so, in the order of the layers."""
+def parts_here(module: PipelineModule) -> dict[str, bool]:
+    """Return the parts of this rank, in the order of the layers, and whether they have parameters."""
     held = held_modules(module)
     found = (part.name for part in all_that_moves(module) if part.name in held)
-    return [name for name in found if any(True for _ in held[name].parameters())]
+    return {name: any(True for _ in held[name].parameters()) for name in found}
 
 
 def in_words(names: Sequence[str]) -> str:

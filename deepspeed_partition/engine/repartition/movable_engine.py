@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from deepspeed_partition.engine.pipeline.module import asks_for_plan, check_every_rank_trains
 from deepspeed_partition.engine.pipeline.own_optimizers import kept_beside_state
-from deepspeed_partition.engine.pipeline.parts import in_words, parts_with_parameters, trainable_parameters
+from deepspeed_partition.engine.pipeline.parts import in_words, parts_here, trainable_parameters
 from deepspeed_partition.engine.pipeline.plan_engine import AnyPlanEngine
 from deepspeed_partition.engine.pipeline.stages import allocation_of
 from deepspeed_partition.engine.repairs import fit_reduction_buffers, let_stages_differ, prefer_torch_adam
@@ -84,7 +84,7 @@ class MovingEngine(AnyPlanEngine):
             check_every_rank_trains(allocation, trainable_parameters(self.module))
         self.check_that_optimizer_can_go_on()
         optimizer, groups, scheduler = self.optimizer, self._groups, None
-        before = parts_with_parameters(self.module)
+        before = parts_here(self.module)
         training_state: TrainingState | None = None
         along: KeptAlong | None = None
         with preserved_random_state():
@@ -123,20 +123,29 @@ class MovingEngine(AnyPlanEngine):
             gradients.give_to(self.module)
         self._tell_what_moved(before)
 
-    def _tell_what_moved(self, before: list[str]) -> None:
-        """Say, on each rank of the first pipeline, which parameters a script has not made anything of so far."""
-        after = parts_with_parameters(self.module)
-        came = [name for name in after if name not in before]
-        gone = [name for name in before if name not in after]
-        if self.grid.data_parallel_id or self.grid.get_slice_parallel_rank() or not came + gone:
+    def _tell_what_moved(self, before: dict[str, bool]) -> None:
+        """Say, on each rank of the first pipeline, of which layers a script has not made anything so far."""
+        after = parts_here(self.module)
+        is_silent = self.grid.data_parallel_id or self.grid.get_slice_parallel_rank()
+        if is_silent or before.keys() == after.keys():
             return
-        changes = [f"has the parameters of {in_words(came)} now"] if came else []
-        changes += [f"no longer has {'those' if came else 'the parameters'} of {in_words(gone)}"] if gone else []
+        changes = []
+        for beginning, parts, others in (("has", after, before), ("no longer has", before, after)):
+            trained, bare = (
+                [name for name, has_some in parts.items() if name not in others and has_some == which]
+                for which in (True, False)
+            )
+            said = [f"the parameters of {in_words(trained)}"] if trained else []
+            said += [f"{in_words(bare)} (no parameters)"] if bare else []
+            if said:
+                now = " now" if parts is after else ""
+                changes.append(f"{beginning} {' and '.join(said)}{now}")
         of_copies = (
             ""
             if self.copies_follow
-            else ": what a script made of its parameters before (a list, an average by name, a copy) does not "
-            "follow; an attribute of a parameter does (p.average = p.detach().clone())"
+            else ": what a script made of its layers or parameters before (a list, an average by name, a copy) "
+            "does not follow: make it again of engine.module; an attribute of a parameter follows (p.average = "
+            "p.detach().clone())"
         )
         # A host whose copies follow has told the user where parameters are.
         level = logging.DEBUG if self.copies_follow else logging.INFO
