@@ -30,7 +30,7 @@ ROOMS = [
     "deepspeed_partition.versions",
     "deepspeed_partition.layer_calls", "deepspeed_partition", "deepspeed_partition.options",
     "deepspeed_partition.code_names", "deepspeed_partition.generators", "deepspeed_partition.hidden_modules",
-    "deepspeed_partition.capture",
+    "deepspeed_partition.pipeline_attributes", "deepspeed_partition.capture",
     "deepspeed_partition.raw_states", "deepspeed_partition.kept_values", "deepspeed_partition.dropped_writing",
     "deepspeed_partition.profiling",
     "deepspeed_partition.cli_options", "deepspeed_partition.cli", "deepspeed_partition.__main__",

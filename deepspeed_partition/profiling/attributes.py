@@ -37,6 +37,12 @@ from deepspeed_partition.kept_values import (
     state_of,
     told_of,
 )
+from deepspeed_partition.pipeline_attributes import (
+    is_engine,
+    is_pipeline_module,
+    modules_of_program,
+    names_of_program,
+)
 from deepspeed_partition.tensor_values import put_back as put_values_back
 
 PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
@@ -135,6 +141,7 @@ class HeldState:
                 id(owner): (owner, path) for module in held.modules for path, owner in module.named_modules()
             }.values()
         )
+        self._pipelines = held.pipelines
         self._tables = list(held.tables())
         self._caches = held.caches
         self._has_others = False
@@ -209,6 +216,10 @@ class HeldState:
             yield vars(owner), list(attributes_of(owner)), path
             if buffers:
                 yield owner._buffers, list(owner._buffers.keys()), path  # a scripted one's has no __iter__
+        for pipeline, names in self._pipelines.items():
+            yield vars(pipeline), [name for name in attributes_of(pipeline) if name in names], ""
+            if buffers:
+                yield pipeline._buffers, list(pipeline._buffers), ""
         for table, keys in self._tables:
             yield table, keys or list(table), ""
 
@@ -270,19 +281,13 @@ class PartialArguments(MutableMapping[str, Any]):
         return len(self._table())
 
 
-def _runs_layers(value: Any) -> bool:
-    """Whether this is DeepSpeed's engine or its model: their data go on while layers are measured."""
-    return any(
-        base.__name__ in ("DeepSpeedEngine", "PipelineModule") and module_of(base).startswith("deepspeed.")
-        for base in type(value).__mro__
-    )
-
-
 class _Held:
     """What functions hold: modules, and variables by the tables that they stand in."""
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
+        self.pipelines: dict[nn.Module, set[str]] = {}
+        """Pipeline modules of DeepSpeed's, and the attributes of these that are the program's: others go on."""
         self._objects: list[MutableMapping[str, Any]] = []
         self._seen: dict[int, Any] = {}
         """What was looked at, by ``id``; it is held, so that no other one gets the ``id`` of a method."""
@@ -295,10 +300,12 @@ class _Held:
 
     def add(self, value: Any) -> None:
         """Find what ``value`` holds, if it can be called."""
-        if id(value) in self._seen or isinstance(value, type) or not callable(value) or _runs_layers(value):
+        if id(value) in self._seen or isinstance(value, type) or not callable(value) or is_engine(value):
             return
         self._seen[id(value)] = value
-        if isinstance(value, nn.Module):
+        if is_pipeline_module(value):
+            self._add_pipeline(value)
+        elif isinstance(value, nn.Module):
             self.modules.append(value)
             self._read(forward_of(value), type(value))
             self._add_hooks_of(value)
@@ -307,7 +314,7 @@ class _Held:
                 self.add(part)
             self._objects.append(PartialArguments(value))
         elif isinstance(value, MethodType):
-            self._add_object(value.__self__)
+            self._add_object(value.__self__, value)
             self._read(value.__func__, type(value.__self__))
         elif function_of(value) is not None:
             self._read(value, None)
@@ -342,10 +349,17 @@ class _Held:
             if function_of(member) is not None:
                 self._read(member, None)
 
-    def _add_object(self, value: Any) -> None:
-        if _runs_layers(value):
+    def _add_pipeline(self, value: nn.Module, method: Any = None) -> None:
+        if value not in self.pipelines:
+            self.modules += modules_of_program(value)
+        self.pipelines.setdefault(value, set()).update(names_of_program(type(value), method))
+
+    def _add_object(self, value: Any, method: Any = None) -> None:
+        if is_engine(value):
             return
-        if isinstance(value, nn.Module):
+        if is_pipeline_module(value):
+            self._add_pipeline(value, method)
+        elif isinstance(value, nn.Module):
             self.modules.append(value)
         elif isinstance(table := getattr(value, "__dict__", None), dict):
             self._objects += [table, value] if isinstance(value, dict) else [table]

@@ -28,6 +28,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed_partition import Plan
+from deepspeed_partition.engine import PipelineModule
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from tests.engine import plans
 from tests.engine.pipelines import WIDTH, loss_fn, mlp, train_alone, two_groups
@@ -606,9 +607,50 @@ def what_a_program_recomputes_itself_is_named(_: Path) -> None:
             same(losses, train_alone(layers(), data, two_groups))
 
 
+class OwnState(PipelineModule):
+    """Has a layer and a loss among its methods, which count and average on the module itself."""
+
+    def __init__(self, layers: list[Any], loss_fn: Any, **options: Any) -> None:
+        layers = [*layers[:1], self.scaled, *layers[1:6], self.turned, *layers[6:]]
+        super().__init__(layers=layers, loss_fn=self.loss, **options)
+        self.num_scaled, self.counts, self.turn = 0, {"losses": 0}, 0.5
+        self.register_buffer("centre", torch.zeros(4))
+        self.latest = nn.BatchNorm1d(4, affine=False, momentum=0.5)
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_scaled += 1
+        return x * (1 - 0.9**self.num_scaled)
+
+    def turned(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.turn
+
+    def loss(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        self.counts["losses"] += 1
+        self.centre.lerp_(outputs.detach().mean(0), 0.1)
+        self.latest(outputs.detach())
+        return loss_fn(outputs - self.centre - self.latest.running_mean, labels) * (1 + self.counts["losses"] / 10)
+
+
+def what_a_pipeline_module_keeps_itself(_: Path) -> None:
+    """A method of it that is a layer, or the loss, had counted the runs in which it was measured."""
+    data = batches(5)
+    expected = train(start(mlp(), [0, 3, 10], optimizer=two_groups, module_class=OwnState)[0], data)
+    for options in ({}, {"warmup_steps": 2}):
+        with said_here() as said:
+            engine, _, _ = start(
+                mlp(), "madpipe", planned([0, 3, 10], **options), optimizer=two_groups, module_class=OwnState
+            )
+            losses = train(engine, data[:3])
+            engine.recut([0, 1, 10])
+        same(losses + train(engine, data[3:]), expected)
+        lines = [line for line in said if "while it runs, which layer" in line or "was changed by" in line]
+        assert not lines, lines  # DeepSpeed's own counts on the module are no layer's
+
+
 CASES = [
     what_layers_keep_is_as_before, what_a_loss_keeps_is_as_before, what_is_written_while_layers_are_measured,
     what_is_written_to_files_that_a_loss_opens, what_cannot_be_undone_is_said_once,
     counts_go_with_layers_that_move, objects_and_hidden_modules_go_with_layers, extra_states_go_with_layers,
     counts_beside_layers_go_with_them, what_a_program_recomputes_itself_is_named,
+    what_a_pipeline_module_keeps_itself,
 ]  # fmt: skip

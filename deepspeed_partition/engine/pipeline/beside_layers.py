@@ -37,6 +37,7 @@ from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.generators import GENERATORS, members_of
 from deepspeed_partition.hidden_modules import table_of
 from deepspeed_partition.layer_calls import original_of
+from deepspeed_partition.pipeline_attributes import is_pipeline_module, modules_of_program, names_of_program
 from deepspeed_partition.profiling.attributes import attributes_of
 
 DEPTH = 3
@@ -128,6 +129,8 @@ class Held(NamedTuple):
     written: str
     """How members of ``owner`` are called, with ``{key}`` for the name of each."""
     table: MutableMapping[Any, Any]
+    names: frozenset[str] | None = None
+    """The members that count; None: all of them."""
 
     def members(self) -> dict[Any, Any]:
         """Return what ``owner`` holds, by name, but for modules and objects of DeepSpeed, Lightning or ours."""
@@ -135,7 +138,8 @@ class Held(NamedTuple):
         return {
             key: value
             for key, value in list((attributes_of(self.owner) if is_module else self.table).items())
-            if not isinstance(value, nn.Module | ModuleType)
+            if (self.names is None or key in self.names)
+            and not isinstance(value, nn.Module | ModuleType)
             and module_of(type(value)).partition(".")[0] not in _OF_HOSTS
         }
 
@@ -168,7 +172,12 @@ def _add_held(function: Any, found: list[Held], written: str = "its {key}") -> N
         return
     holder = function.__self__ if isinstance(function, MethodType) else function
     if isinstance(holder, nn.Module) and holder is not function:
-        for part in holder.modules():
+        parts = list(holder.modules())
+        if is_pipeline_module(holder):  # whose layers, and DeepSpeed's own attributes, are no method's
+            parts = modules_of_program(holder)
+            names = names_of_program(type(holder), function)
+            found += [Held(holder, written, vars(holder), names), Held(holder, written, holder._buffers)]
+        for part in parts:
             found += [Held(part, written, vars(part)), Held(part, written, part._buffers)]
     if not callable(function) or isinstance(holder, nn.Module | ModuleType | type | LayerSpec):
         return
