@@ -318,6 +318,36 @@ def a_tied_copy_without_a_gradient(_: Path) -> None:
     same(train(engine, data), expected)
 
 
+def _both(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return layer(x) + 1.0
+
+
+def _weight_alone(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return x @ layer.weight.t()
+
+
+def weights_of_a_tie_that_it_does_not_name(_: Path) -> None:
+    """Each copy trained a bias of its own, where one process has one, and nothing was said."""
+    data, blocks = batches(2), [LayerSpec(Block, 8) for _ in range(5)]
+    both, zero = ["weight", "bias"], {"zero_optimization": {"stage": 1}}
+    runs = [("weight", _both, cut(), {}), ("weight", _both, "uniform", zero)]
+    runs += [("weight", _weight_alone, cut(), {}), (both, _both, cut(), {})]
+    for number, (names, run, method, config) in enumerate(runs):
+        key = f"apart-{number}"
+        first, last = (
+            TiedLayerSpec(key, nn.Linear, 8, 8, forward_fn=each, tied_weight_attr=names) for each in (None, run)
+        )
+        specs = [first, *blocks, last, LayerSpec(nn.Linear, 8, 4)]
+        engine, _, _ = start(specs, method, config)
+        with said_here() as said:
+            losses = train(engine, data)
+        told = [line for lines in gather_objects(said) for line in lines if repr(key) in line]
+        assert len(told) == (names == "weight" and run is _both), told
+        assert all("each trains bias" in line and f"tied_weight_attr={both}" in line for line in told), told
+        if names == both:
+            same(losses, train_alone(specs, data, adam))
+
+
 def a_cut_of_deepspeeds_with_copies_of_different_classes(_: Path) -> None:
     """Taken over by the configuration. DeepSpeed left what the copies do not tie out of the norm (gdGPT)."""
     data = batches(3, tokens=True)
@@ -2007,7 +2037,7 @@ CASES = [
     replaced_at_the_end_of_a_step, schedules_and_instructions_that_were_replaced, data_that_the_first_stage_sends,
     layers_with_several_parameters, a_module_that_stands_at_several_places, weights_that_are_shared_otherwise,
     a_cut_of_deepspeeds_with_copies_of_different_classes,
-    a_tied_copy_without_a_gradient, tied_layers_of_different_classes,
+    a_tied_copy_without_a_gradient, weights_of_a_tie_that_it_does_not_name, tied_layers_of_different_classes,
     tied_layers_of_different_classes_in_other_runs,
     the_loss_that_an_engine_keeps,
     a_loss_that_is_a_module_in_a_warm_up, what_a_module_asks_its_loss_in_a_step,

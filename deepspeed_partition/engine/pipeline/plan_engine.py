@@ -47,6 +47,7 @@ from deepspeed_partition.engine.pipeline.tied_gradients import (
     copies_added_up,
     gradient_so_far,
     tied_without_gradient,
+    weights_trained_apart,
 )
 from deepspeed_partition.engine.repairs import let_normalizations_run
 from deepspeed_partition.engine.runtime import accelerator, host_staging
@@ -136,6 +137,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
     _in_step = False
     _tied_without_gradient: Sequence[torch.nn.Parameter] = ()
     """While ties are reduced: this rank's tied weights that no copy on any rank has a gradient of."""
+    _ties_looked_at: Any = None
+    """The groups of tied layers whose copies have been looked at; a move makes others."""
     fwd_outputs: list[Any]
     loss: Any
     num_stages: int
@@ -490,6 +493,10 @@ class AnyPlanEngine(AnyBoundaryEngine):
         DeepSpeed passes over a weight without a gradient, which a copy that took no part in a step has on one rank
         alone: the others would wait for it.
         """
+        if self._ties_looked_at is not self.module.tied_comms:
+            self._ties_looked_at = self.module.tied_comms
+            for key, sentence in weights_trained_apart(self.module, self.optimizer).items():
+                warn_once(f"apart in {key}", sentence)
         if not isinstance(self.module, StagesModule):
             super()._exec_reduce_tied_grads()
             return

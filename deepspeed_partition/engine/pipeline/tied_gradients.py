@@ -11,7 +11,9 @@ import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
-from deepspeed_partition.engine.pipeline.tied_copies import several_of_a_key
+from deepspeed_partition.engine.pipeline.shared_weights import listed
+from deepspeed_partition.engine.pipeline.tied_copies import TiedCopy, forms_of, own_copies, several_of_a_key
+from deepspeed_partition.engine.runtime.collectives import gather_objects
 
 
 def gradient_so_far(weight: nn.Parameter, optimizer: Any, *, in_bf16: bool) -> torch.Tensor:
@@ -75,6 +77,44 @@ def tied_without_gradient(module: PipelineModule, optimizer: Any, device: torch.
         if len(without_gradient(weights, optimizer)) == len(weights):
             without += weights
     return without
+
+
+def weights_trained_apart(module: PipelineModule, optimizer: Any) -> dict[str, str]:
+    """What copies on different ranks train each for itself, where one process has one weight: a sentence by key.
+
+    A weight counts that ``tied_weight_attr`` does not name and that the step has computed a gradient of in
+    several copies of one form. Collective over the ranks of each key.
+
+    Args:
+        module: With copies of tied modules.
+        optimizer: As for :func:`gradient_so_far`.
+    """
+    apart: dict[str, str] = {}
+    for key, comm in module.tied_comms.items():
+        copies = (copy for copy in own_copies(module) if copy.form.key == key)
+        own = {copy.form.number: copy for copy in copies if copy.registered in module.tied_modules}
+        mine = {number: _trained_untied(module, copy, optimizer) for number, copy in own.items()}
+        by_rank = gather_objects(mine, comm["group"])
+        for form in forms_of(module._layer_specs):
+            found = [names for of_rank in by_rank for names in of_rank.get(form.number, ()) if form.key == key]
+            if names := sorted(name for name in {*found} if found.count(name) > 1):
+                tied = [*form.spec.tied_weight_attr]
+                apart[key] = (
+                    f"layers {listed(form.layers)}, {form.spec.typename.__name__} of the key {key!r}, are on "
+                    f"several ranks, and each trains {', '.join(names)} for itself, where one process has one, "
+                    f"because tied_weight_attr names {', '.join(tied)} alone. Give the TiedLayerSpec of each of "
+                    f"them tied_weight_attr={[*tied, *names]}"
+                )
+    return apart
+
+
+def _trained_untied(module: PipelineModule, copy: TiedCopy, optimizer: Any) -> list[str]:
+    """The weights of a copy that are its own and that the step has computed a gradient of, by name."""
+    tied = {*copy.tied_weights(module)}
+    weights = module.tied_modules[copy.registered].named_parameters()
+    own = {name: weight for name, weight in weights if weight.requires_grad and weight not in tied}
+    without = {*without_gradient(own.values(), optimizer)}
+    return [name for name, weight in own.items() if weight not in without]
 
 
 @contextmanager
