@@ -495,7 +495,9 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         self.model = module
         self._watch_dumps(trainer)
         if self.pipeline.num_stages > 1:
-            self._hook_writing = HookWriting(trainer, module, self.pipeline.mpu())
+            self._hook_writing = HookWriting(
+                trainer, module, self.pipeline.mpu(), vars(self._lightning.module_class())
+            )
         if trainer.state.fn == "fit":
             for note in notes_on_fit(trainer, module, self._lightning):
                 self._lightning.warn(note)

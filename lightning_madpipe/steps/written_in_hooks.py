@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -21,6 +21,7 @@ from deepspeed_partition.dropped_writing import asked_by_program
 from deepspeed_partition.engine.runtime.environment import warn_once
 from lightning_madpipe.compat.running_code import asks_for_its_rank
 from lightning_madpipe.steps import written_files
+from lightning_madpipe.steps.changed_on_one_rank import ChangesOfOneRank
 
 SENTENCE = (
     "{hook} {does}, and hooks run on each of the {number} ranks of a pipeline, which have the same data: each of "
@@ -38,13 +39,15 @@ class HookWriting(written_files.WritingTold):
         trainer: Lightning's.
         module: The LightningModule.
         mpu: Who is who in the pipelines.
+        ignored: Attributes of the module that its user does not set.
     """
 
-    def __init__(self, trainer: Any, module: Any, mpu: Any) -> None:
+    def __init__(self, trainer: Any, module: Any, mpu: Any, ignored: Collection[str]) -> None:
         super().__init__("", lambda sentence: None)
+        self._changes = ChangesOfOneRank(trainer, module, mpu, ignored)
         self._trainer, self._module = trainer, module
         self._number, self._is_first = mpu.get_pipe_parallel_world_size(), mpu.get_stage_id() == 0
-        self._hooks: dict[str, str | None] = {}
+        self._hooks: dict[str, tuple[str, Any, str] | None] = {}
         self._noted: set[str] = set()
         self._untold: dict[str, tuple[str, str]] = {}
         """What this rank did, with the hook and the sentence, as long as the first rank has not done it."""
@@ -57,6 +60,7 @@ class HookWriting(written_files.WritingTold):
         """Let the Trainer's profiler go."""
         vars(self._trainer.profiler).pop("profile", None)
         self._look()
+        self._changes.end()
 
     @contextmanager
     def _profiled(self, action: str) -> Iterator[Any]:
@@ -67,15 +71,18 @@ class HookWriting(written_files.WritingTold):
             if hook is None:
                 yield profiled
                 return
-            self._step = hook
-            with self.watching():
+            self._step = hook[0]
+            with self.watching(), self._changes.watching(*hook):
                 yield profiled
         self._num_looks += bool(self._untold)
         if self._num_looks & (self._num_looks - 1) == 0:
             self._look()
 
-    def _hook_of(self, action: str) -> str | None:
-        """The hook of the program that a context of the profiler is around, in words; None: there is none."""
+    def _hook_of(self, action: str) -> tuple[str, Any, str] | None:
+        """The hook of the program that a context of the profiler is around; None: there is none.
+
+        In words, with what has it, and its name.
+        """
         place, _, hook = action.rpartition(".")
         owner: Any = self._module
         if not place.startswith("[LightningModule]"):
@@ -87,7 +94,7 @@ class HookWriting(written_files.WritingTold):
         names = getattr(inspect.unwrap(function), "__module__", "") or ""
         if names.endswith((".core.hooks", ".core.module", ".callbacks.callback")):  # it does nothing
             return None
-        return f"{hook} of {type(owner).__name__}"
+        return f"{hook} of {type(owner).__name__}", owner, hook
 
     def _find(self) -> None:
         super()._find()

@@ -408,6 +408,39 @@ class SetOnRankZero(Gated):
         self.anneal()
 
 
+class WeighedOnAll(Module):
+    """Weighs its loss, and asks for the rank for something else."""
+
+    share = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * self.share
+
+    def weigh(self) -> None:
+        self.share = 0.5
+        self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.weigh()
+        if self.trainer.is_global_zero:
+            self.shown = batch_idx  # which no step reads
+
+
+class WeighedOnRankZero(WeighedOnAll):
+    @rank_zero_only
+    def weigh(self) -> None:
+        super().weigh()
+
+
+class WeighedByRank(WeighedOnAll):
+    def on_train_start(self) -> None:
+        if self.global_rank == 0:
+            self.weigh()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        return
+
+
 class SetByRank(Gated):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.global_rank == 0:
@@ -1251,6 +1284,7 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
         StepsClippedRarely, StepLeftOut, FrozenAtRandom,
         NormAfterStep, StepReplaced, StepReplacedByItself, ScheduledByWeights, ScheduledByOne, StatesAsked,
         GroupAdded, OptimizersSetUp,
+        WeighedOnAll, WeighedOnRankZero, WeighedByRank,
         RateOfWorld, RateOfDevices, SetOnRankZero, SetByRank, DecidedByBuffer, BufferLogged,
     ):  # fmt: skip
         run(build.__name__, build)

@@ -267,6 +267,12 @@ def test_what_hooks_write_into_weights_lasts(two: Records, precision: str, toler
         # A rate for the number of processes is another one than in one process.
         ("RateOfWorld", "trainer.world_size is asked for at hook_cases.py:"),
         ("RateOfDevices", "trainer.num_devices is asked for at hook_cases.py:"),
+        # What rank 0 alone changed the step, which runs on another one, never saw, and nothing was said.
+        (
+            "WeighedOnRankZero",
+            "on_train_batch_start of WeighedOnRankZero changes self.share and lr of group 0 of the optimizer on",
+        ),
+        ("WeighedByRank", "on_train_start of WeighedByRank changes self.share and lr of group 0 of the optimizer"),
         ("FrozenAtRandom", "on_train_epoch_start of FrozenAtRandom draws random numbers for parameters ("),
         ("LookingLate", "on_train_batch_end of LookingLate looks at gradients ("),
         ("SavingItself", "on_train_epoch_end of SavingItself asks for state_dict(), which has the layers of this"),
@@ -303,6 +309,7 @@ def test_gradients_that_a_hook_clears_are_not_told(two: Records) -> None:
     assert all(rank["told_of_hooks"]["ZeroingGradients"]["said"] == [] for rank in two.ranks)
     assert all(rank["told_of_hooks"]["CopyingItself"]["said"] == [] for rank in two.ranks)
     assert all(rank["told_of_hooks"]["StepReplacedByItself"]["said"] == [] for rank in two.ranks)
+    assert all(rank["told_of_hooks"]["WeighedOnAll"]["said"] == [] for rank in two.ranks)
 
 
 def test_parameters_of_an_optimizer_that_are_read_one_by_one_are_not_told(two: Records) -> None:
