@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -338,11 +339,9 @@ def counts_go_with_layers_that_move(_: Path) -> None:
         with said_here() as said:
             engine, _, _ = start(layers(), [0, 3, 8], optimizer=two_groups)
             losses = train_on_four_cuts(engine, data)
-        lines = [
-            line for of_rank in gather_objects(said) for line in of_rank if "was changed by its layer" in line
-        ]
+        lines = [line for of_rank in gather_objects(said) for line in of_rank if "has changed where" in line]
         if keeps_generator:
-            assert len(lines) == 1 and "Counting.squares (generator) was changed by its layer" in lines[0], lines
+            assert len(lines) == 1 and "Counting.squares (generator) has changed where" in lines[0], lines
         else:
             same(losses, expected)
             assert not lines, lines
@@ -438,11 +437,9 @@ def objects_and_hidden_modules_go_with_layers(_: Path) -> None:
         with said_here() as said:
             engine, _, _ = start(layers(), [0, 3, 8], optimizer=two_groups, seed_layers=seed_layers)
             losses = train_on_four_cuts(engine, data)
-        lines = [
-            line for of_rank in gather_objects(said) for line in of_rank if "was changed by its layer" in line
-        ]
+        lines = [line for of_rank in gather_objects(said) for line in of_rank if "has changed where" in line]
         if keeps_generator:
-            assert len(lines) == 1 and "BuiltHolding.meter (Meter) was changed by its layer" in lines[0], lines
+            assert len(lines) == 1 and "BuiltHolding.meter (Meter) has changed where" in lines[0], lines
         else:
             same(losses, expected)
             assert not lines, lines
@@ -554,11 +551,9 @@ def counts_beside_layers_go_with_them(_: Path) -> None:
             engine.recut(bent())
             items = iter([item for batch in data[1:] for item in batch])
             losses += [float(engine.train_batch(items)) for _ in data[1:]]
-        lines = [line for of_rank in gather_objects(said) for line in of_rank if "was changed by the loss" in line]
+        lines = [line for of_rank in gather_objects(said) for line in of_rank if "has changed where" in line]
         if keeps_generator:
-            assert len(lines) == 1 and "its numbers (generator) was changed by the loss function" in lines[0], (
-                lines
-            )
+            assert len(lines) == 1 and "its numbers (generator), which the loss function" in lines[0], lines
         else:
             same(losses, expected)
             assert not lines, lines
@@ -643,8 +638,83 @@ def what_a_pipeline_module_keeps_itself(_: Path) -> None:
             losses = train(engine, data[:3])
             engine.recut([0, 1, 10])
         same(losses + train(engine, data[3:]), expected)
-        lines = [line for line in said if "while it runs, which layer" in line or "was changed by" in line]
+        lines = [line for line in said if "while it runs, which layer" in line or "has changed where" in line]
         assert not lines, lines  # DeepSpeed's own counts on the module are no layer's
+
+
+def reading(box: dict[str, Any], place: Any, *, counts: bool) -> Any:
+    """A layer that reads what stands around it, and may count there."""
+
+    def scale(x: torch.Tensor) -> torch.Tensor:
+        place.num_calls += counts
+        return x * (1 - 0.05 * box["engine"].global_steps) * (place.factor - place.num_calls / 100)
+
+    return scale
+
+
+class Applies(nn.Module):
+    """Applies a function that the script gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.function: Any = torch.sigmoid
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+def functions_of_a_file_go_with_layers(_: Path) -> None:
+    """That is the way out where a lambda, which stays, is told of."""
+    data = batches(2)
+    for function, num_lines in ((torch.tanh, 0), (halved, 0), (lambda x: x / 2, 1)):
+        losses = {}
+        for moves in (False, True):
+            with said_here() as said:
+                layers = [*mlp()[:3], LayerSpec(Applies), *mlp()[3:]]
+                engine, _, _ = start(layers, [0, 5, 9], optimizer=two_groups)
+                for layer in engine.module.modules():
+                    if isinstance(layer, Applies):
+                        layer.function = function
+                if moves:
+                    engine.recut([0, 2, 9])
+                losses[moves] = train(engine, data)
+            lines = [line for of_rank in gather_objects(said) for line in of_rank if "has changed where" in line]
+            assert len(lines) == num_lines * moves, lines
+        if not num_lines:
+            same(losses[True], losses[False])
+
+
+def halved(x: torch.Tensor) -> torch.Tensor:
+    return x / 2
+
+
+def what_a_script_changes_on_every_rank_is_no_layers(_: Path) -> None:
+    """An engine in a dict, and a factor that it sets, were said to be changed by the layer that reads them."""
+    data = batches(4)
+
+    def trained(boundaries: list[int], *, counts: bool, moves: bool) -> list[float]:
+        box, place = {"engine": None}, SimpleNamespace(factor=1.0, num_calls=0)
+        layers = [*mlp()[:3], reading(box, place, counts=counts), *mlp()[3:]]
+        engine, _, _ = start(layers, boundaries, optimizer=two_groups)
+        box["engine"], losses = engine, []
+        for number, step in enumerate(data):
+            place.factor = 1 - number / 10
+            if number == 2 and moves:
+                engine.recut([0, 2, 9])
+            losses += train(engine, [step])
+        return losses
+
+    expected = trained([0, 5, 9], counts=False, moves=False)
+    for counts in (False, True):
+        with said_here() as said:
+            losses = trained([0, 5, 9], counts=counts, moves=True)
+        lines = [line for of_rank in gather_objects(said) for line in of_rank if "has changed where" in line]
+        if counts:
+            [line] = lines
+            assert "place (SimpleNamespace), which layer 3 (scale) reads, has changed where that ran" in line, line
+        else:
+            same(losses, expected)
+            assert not lines, lines
 
 
 CASES = [
@@ -652,5 +722,6 @@ CASES = [
     what_is_written_to_files_that_a_loss_opens, what_cannot_be_undone_is_said_once,
     counts_go_with_layers_that_move, objects_and_hidden_modules_go_with_layers, extra_states_go_with_layers,
     counts_beside_layers_go_with_them, what_a_program_recomputes_itself_is_named,
-    what_a_pipeline_module_keeps_itself,
+    what_a_pipeline_module_keeps_itself, what_a_script_changes_on_every_rank_is_no_layers,
+    functions_of_a_file_go_with_layers,
 ]  # fmt: skip

@@ -1089,13 +1089,13 @@ def callables_go_with_what_they_hold(_: Path) -> None:
             engine.recut(boundaries)
             losses += [float(engine.train_batch(iter(batch)))]
     same(losses, expected)
-    assert not [line for of_rank in gather_objects(said) for line in of_rank if "was changed by layer" in line]
+    assert not [line for of_rank in gather_objects(said) for line in of_rank if "has changed where" in line]
     with said_here() as said:
         engine, _, _ = start(layers(number for number in range(99)), [0, 4, 13], optimizer=two_groups)
         train(engine, data[:1])
         engine.recut([0, 2, 13])
-    [line] = [line for of_rank in gather_objects(said) for line in of_rank if "was changed by layer" in line]
-    assert "its numbers (generator) was changed by layer 3 (CountsWhenCalled) while it ran" in line, line
+    [line] = [line for of_rank in gather_objects(said) for line in of_rank if "has changed where" in line]
+    assert "its numbers (generator), which layer 3 (CountsWhenCalled) holds, has changed where" in line, line
 
 
 def note(*_: Any) -> None:

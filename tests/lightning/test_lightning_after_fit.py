@@ -127,7 +127,7 @@ def test_a_call_on_one_rank_is_named_on_the_other(tmp_path: Path) -> None:
 def test_objects_that_a_layer_has_changed_are_named(two: Records) -> None:
     said = [line for rank in two.ranks for line in rank["objects_of_layers_are_named"]["said"]]
     for place in range(5):
-        [line] = [line for line in said if f"self.blocks.{place}.meter (Meter) was changed by its layer" in line]
+        [line] = [line for line in said if f"self.blocks.{place}.meter (Meter) has changed where" in line]
         assert "objects that can be pickled go with a layer" in line
 
 

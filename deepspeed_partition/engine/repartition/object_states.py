@@ -55,6 +55,8 @@ class Stays:
     kind: str
     state: Any
     """What tells the value from what it is after a change, where that is the same in every process."""
+    is_of_a_rank: bool = False
+    """Whether each rank has one of its own, such as the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,11 @@ class ObjectState:
     def needs_another(self) -> bool:
         """Whether a process can have it only where it has one already."""
         return bool(self.stays or self.classes)
+
+    def is_as(self, other: ObjectState | None) -> bool:
+        """Whether another process has the same; not where a part of it cannot be told."""
+        is_known = all(stay.state is not None or stay.is_of_a_rank for stay in self.stays)
+        return is_known and self == other
 
 
 def object_state(value: Any, named: Named) -> ObjectState | None:
@@ -178,8 +185,7 @@ class _Pickler(pickle.Pickler):
         if kind in _QUEUES:
             return False
         is_iterator = isinstance(value, Iterator) and module in ("builtins", "itertools")
-        of_a_rank = module.partition(".")[0] in _OF_A_RANK or module.startswith(_OF_A_RANK_IN_TORCH)
-        return kind is Given or is_iterator or of_a_rank or isinstance(value, nn.Module | ModuleType)
+        return kind is Given or is_iterator or _is_of_a_rank(value) or isinstance(value, nn.Module | ModuleType)
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, type):
@@ -205,8 +211,13 @@ class _Pickler(pickle.Pickler):
             return self._staying(value)
 
     def _staying(self, value: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        self.stays.append(Stays(type(value).__name__, state_of(value)))
+        self.stays.append(Stays(type(value).__name__, state_of(value), _is_of_a_rank(value)))
         return Stays, (self.stays[-1].kind, self.stays[-1].state)
+
+
+def _is_of_a_rank(value: Any) -> bool:
+    module = module_of(type(value))
+    return module.partition(".")[0] in _OF_A_RANK or module.startswith(_OF_A_RANK_IN_TORCH)
 
 
 def _reduced(value: Any) -> Any:

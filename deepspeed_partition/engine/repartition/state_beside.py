@@ -17,6 +17,7 @@ from torch import nn
 from deepspeed_partition.code_names import Name
 from deepspeed_partition.engine.pipeline.beside_layers import name_of, names_beside
 from deepspeed_partition.engine.pipeline.stages import allocation_of, owner
+from deepspeed_partition.engine.repartition.object_states import ObjectState, object_state
 from deepspeed_partition.engine.repartition.part_descriptions import Sent, sendable, take
 from deepspeed_partition.engine.repartition.state_held import STAYS_HELD, Place, StateHeld, take_held
 from deepspeed_partition.engine.runtime.collectives import gather_objects
@@ -24,8 +25,9 @@ from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.planner.allocation import Allocation
 
 STAYS = (
-    "{written} ({kind}) was changed by {who} while it ran, and is what it was on rank {rank}, which runs it now: "
-    "numbers, tensors, arrays and containers of these go with a layer or a loss, and other objects do not"
+    "{written} ({kind}), which {who} reads, has changed where that ran, and is another one on rank {rank}, which "
+    "runs it now: numbers, tensors, arrays and containers of these go with a layer or a loss, and other objects "
+    "only where they are attributes of it (self.meter = ...)"
 )
 
 
@@ -37,6 +39,12 @@ class Changed(NamedTuple):
     sent: Sent
     place: Place | None = None
     """Where it stands in what the layer holds itself; None of a variable that others read, too."""
+    whole: ObjectState | None = None
+    """What it is, to be compared, where it does not go."""
+
+    def is_as(self, value: Any) -> bool:
+        """Whether it does not go, and is the same as one here."""
+        return self.whole is not None and self.whole.is_as(object_state(value, {}))
 
 
 class StateBeside:
@@ -69,9 +77,11 @@ class StateBeside:
                 continue
             sent = sendable(name.value)
             if self._first.get((place, name.written), sent.mark) != sent.mark:
+                whole = None
                 if not sent.can_be_taken:
+                    whole = object_state(name.value, {})
                     sent = replace(sent, mark=None)  # which may have keys that cannot be pickled
-                found.setdefault(place, []).append(Changed(self._who(place), name.written, sent))
+                found.setdefault(place, []).append(Changed(self._who(place), name.written, sent, whole=whole))
         for layer, function in self._functions():
             at = min(layer, last)
             if owner(present, at) == rank and owner(allocation, at) != rank:
@@ -99,6 +109,8 @@ class StateBeside:
                         warn_once(f"stays beside/{each.who}/{each.written}", words)
                     continue
                 name = here.get((place, each.written))
+                if name is not None and each.is_as(name.value):  # the script has changed it on all ranks
+                    continue
                 if name is None or not each.sent.can_be_taken:
                     words = STAYS.format(written=each.written, kind=each.sent.kind, who=each.who, rank=rank)
                     warn_once(f"stays beside/{each.who}/{each.written}", words)

@@ -20,9 +20,10 @@ from deepspeed_partition.engine.repartition.part_descriptions import (
 )
 
 STAYS_HELD = (
-    "{written} ({kind}) was changed by {who} while it ran, and it, or a part of it, is what it was on rank "
-    "{rank}, which runs it now: numbers, tensors, arrays, containers of these and objects that can be pickled go "
-    "with a layer or a loss; what cannot be pickled, such as a generator, stays"
+    "{written} ({kind}), which {who} holds, has changed where that ran, and it, or a part of it, is what it was "
+    "on rank {rank}, which runs it now: numbers, tensors, arrays, containers of these and objects that can be "
+    "pickled go with a layer or a loss; what cannot be pickled, such as a generator or a lambda, stays: an "
+    "itertools.count, or a function of a file, goes"
 )
 _GONE = "gone"
 """The kind of what a layer has deleted."""
