@@ -387,7 +387,7 @@ def _names_in(contents: Sequence[Sequence[Changed]]) -> str:
     """The expressions that find in a batch what a step has changed."""
     changes = [change for batch in contents for change in batch]
     return some(
-        list(dict.fromkeys(shown((*path, key)) for path, gone, _, new in changes for key in (*gone, *new)))
+        list(dict.fromkeys(shown((*path, key)) for path, gone, _, new, _ in changes for key in (*gone, *new)))
     )
 
 

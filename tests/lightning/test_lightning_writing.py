@@ -130,6 +130,18 @@ def test_hooks_see_what_a_step_does_to_its_batch(two: Records, how: str) -> None
         assert_same(rank["changed_batches"][how], two.reference["changed_batches"][how])
 
 
+@pytest.mark.parametrize("how", ["cut", "whole"])
+def test_hooks_see_what_a_step_sets_on_its_batch(two: Records, how: str) -> None:
+    """Attributes that it had set on a batch of a class of its own were missing, without a word."""
+    for rank in two.ranks:
+        assert_same(rank["marked_batches"][how], two.reference["marked_batches"][how])
+
+
+def test_what_a_step_sets_on_an_object_of_all_micro_batches_is_told(two: Records) -> None:
+    [line] = two.ranks[1]["marked_batches"]["told"]
+    assert "training_step changes batch.about.mean of an object that is not cut" in line
+
+
 def test_what_a_step_puts_into_its_batch_for_each_micro_batch_is_told(two: Records) -> None:
     each, windows = (two.ranks[1]["changed_unevenly"][name] for name in ("each", "in windows"))
     assert len(each) == 1 and "training_step changes batch['largest'], which hooks such as" in each[0]

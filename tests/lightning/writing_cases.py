@@ -21,9 +21,12 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from subprocess import PIPE, Popen
 from tempfile import NamedTemporaryFile
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 from zipfile import ZipFile
 
@@ -432,6 +435,58 @@ def changed_batches(host: Host) -> dict[str, Any]:
     return found
 
 
+@dataclass
+class Marked:
+    """A batch of a class of the program."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    about: Any
+
+
+def _marked(rows: Any) -> Marked:
+    inputs, labels = map(torch.stack, zip(*rows, strict=True))
+    return Marked(inputs, labels, SimpleNamespace(name="digits"))
+
+
+class MarksBatch(cases.Classifier):
+    """Its steps set attributes of the batch, and of an object in it, which hooks read."""
+
+    def __init__(self, *, deep: bool) -> None:
+        super().__init__(optimizer="sgd")
+        self.deep = deep
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        logits = self(batch.x)
+        batch.logits, batch.x = logits.detach(), batch.x / 2
+        if self.deep:
+            batch.about.mean = 3.0
+        return F.cross_entropy(logits, batch.y)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        numbers = [float(value.sum()) for value in (batch.x, batch.logits)]
+        self.seen += [numbers, getattr(batch.about, "mean", None) if self.deep else None]
+
+
+def marked_batches(host: Host) -> dict[str, Any]:
+    """What a step sets on its batch, and on an object of it, hooks are given after it; else it is told."""
+    found: dict[str, Any] = {}
+    for name, deep, strategy in (
+        ("cut", False, {}),
+        ("whole", True, {"num_micro_batches": 1}),
+        ("told", True, {}),
+    ):
+        module = seeded(partial(MarksBatch, deep=deep))
+        data = DataLoader(cases.samples(64), 16, collate_fn=_marked)  # the third batch is not tried
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trained(host, module, data=data, max_epochs=1, strategy=strategy)
+        told = [str(each.message) for each in caught if "batch." in str(each.message)]
+        found[name] = told if name == "told" else module.seen
+    return found
+
+
 class ChangesUnevenly(cases.Classifier):
     """It puts a number of its micro-batches into the batch that is none of the batch."""
 
@@ -528,7 +583,7 @@ def written_by_hooks(host: Host) -> dict[str, Any]:
 
 
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
-    2: [numbers_of_layers, drawn_from_tuples, printed, changed_batches],
+    2: [numbers_of_layers, drawn_from_tuples, printed, changed_batches, marked_batches],
     4: [],
 }
 ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
