@@ -32,7 +32,7 @@ else:
 
 
 WORLD_SIZE = (
-    "trainer.{asked} is asked for at {line}: it counts all {size} processes{of}. The {stages} stages of a "
+    "{asked} is asked for at {line}: it counts all {size} processes{of}. The {stages} stages of a "
     "pipeline read the same data together, so that a rate or a number of batches that is multiplied by it, as "
     "with ddp, is another one than in one process: the data are read in trainer.world_size // {stages} parts, "
     "here {pipelines}"
@@ -97,8 +97,11 @@ class PipelineGroups(DeepSpeedStrategy):
         self._parallel_devices = devices
 
     def _tell_of_size(self, frame: FrameType, asked: str, size: int, of: str = "") -> None:
-        if (line := line_of_the_user(frame)) is None:
-            return
+        if (line := line_of_the_user(frame)) is not None:
+            self.tell_of_asked_size(f"trainer.{asked}", line, size, of)
+
+    def tell_of_asked_size(self, asked: str, line: str, size: int, of: str = "") -> None:
+        """Say once that what code at ``line`` asks for counts all processes, or those of a machine."""
         num_processes = int(super().world_size)
         stages = self.num_stages or num_processes
         if stages > 1:

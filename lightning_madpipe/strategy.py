@@ -77,6 +77,7 @@ from lightning_madpipe.steps.metrics import gather_between_pipelines
 from lightning_madpipe.steps.own_generators import states_for_hook
 from lightning_madpipe.steps.rank_of_step import tell_of_local_rank
 from lightning_madpipe.steps.runner import BatchRunner
+from lightning_madpipe.steps.sizes_asked import SizesAsked
 from lightning_madpipe.steps.unlike_ranks import compare_ranks
 from lightning_madpipe.steps.user_step import UserSteps
 from lightning_madpipe.steps.what_layers_set import LayerTraces, left_by_code
@@ -288,6 +289,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         self._let_metrics_go: Callable[[], None] = lambda: None
         self._hook_watch: HookWatch | None = None
         self._hook_writing: HookWriting | None = None
+        self._sizes_asked = SizesAsked(self.tell_of_asked_size)
         self._optimizer_hooks: OptimizerHooks | None = None
         self._rests: Rests | None = None
         self._distributes_data: bool | None = None
@@ -402,6 +404,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
                 "the processes cannot reach each other: a process of this job has ended, or closed its "
                 f"connections ({str(error).splitlines()[0]}); start the job again, from a checkpoint"
             ) from error
+        self._sizes_asked.begin()
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
@@ -643,6 +646,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
 
     def teardown(self) -> None:
         """End a run, and put the whole model where ``whole_model`` says."""
+        self._sizes_asked.end()
         if self._phase is not None:
             self._phase.end()
         self._phase = self._figures = None

@@ -67,6 +67,8 @@ LOCAL_RANKS = (
 )
 SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
 VARIABLES = frozenset((*RANKS, *LOCAL_RANKS, *SIZES))
+steps_here: list[str] = []
+"""Steps that run on the rank that they are told, which is told of once, where they run on another one."""
 _OF_A_DEVICE = re.compile("device|cuda", re.IGNORECASE)
 _COMPARED = re.compile(r"local_rank\s*(==|!=|<|>|in\b|not\b)|(==|!=|<|>|\bnot)\s*[\w.]*local_rank\b")
 
@@ -81,7 +83,12 @@ def told_as_process(step: str, strategy: Any, rank: int) -> Iterator[None]:
     """
     own = dist.get_rank() if dist.is_initialized() else rank
     if own == rank:
-        yield
+        before_here = steps_here.copy()
+        steps_here.append(step)
+        try:
+            yield
+        finally:
+            steps_here[:] = before_here
         return
     decorators = [getattr(sys.modules[module], name) for module, name in DECORATORS if module in sys.modules]
     before = [getattr(each, "rank", None) for each in decorators]
@@ -121,7 +128,7 @@ def tell_of_local_rank(own: int) -> None:
     if frame is None:
         return
     if _COMPARED.search(_text_at(frame)):
-        line = _line_at(frame)
+        line = line_at(frame)
         warn_once(f"local rank/{line}", LOCAL_RANK.format(line=line, own=own))
 
 
@@ -167,32 +174,32 @@ class _Told:
         distributed_c10d._get_default_group = self._default_group
 
     def _variable(self, key: str, value: str) -> str:
-        if key not in VARIABLES or (frame := _users_frame(sys._getframe(2), key)) is None:
+        if key not in VARIABLES or (frame := users_frame(sys._getframe(2), key)) is None:
             return value
         if key in RANKS:
             return str(self._rank)
         if key in SIZES:
             self._tell_of_size(f"{key} of the environment", value, frame)
         elif value != "0" and not _OF_A_DEVICE.search(_text_at(frame)):
-            sentence = LOCAL_VARIABLE.format(step=self._step, key=key, line=_line_at(frame), own=value)
-            warn_once(f"local rank/{_line_at(frame)}", sentence)
+            sentence = LOCAL_VARIABLE.format(step=self._step, key=key, line=line_at(frame), own=value)
+            warn_once(f"local rank/{line_at(frame)}", sentence)
         return value
 
     def _of_group(self, group: Any) -> Any:
         asking = sys._getframe(2)
         name, caller = asking.f_code.co_name, asking.f_back
         if name == "_get_group_size" and caller is not None and caller.f_code.co_name == "get_world_size":
-            if (frame := _users_frame(caller.f_back)) is not None:
+            if (frame := users_frame(caller.f_back)) is not None:
                 self._tell_of_size("torch.distributed.get_world_size()", group.size(), frame)
-        elif name == "get_rank" and _users_frame(caller) is not None:
+        elif name == "get_rank" and users_frame(caller) is not None:
             return self._group
         return group
 
     def _tell_of_size(self, what: str, size: Any, frame: FrameType) -> None:
         parts = self._strategy.distributed_sampler_kwargs["num_replicas"]
-        where = {"step": self._step, "line": _line_at(frame)}
+        where = {"step": self._step, "line": line_at(frame)}
         sentence = SIZE.format(what=what, size=size, parts=parts, s="s" * (parts > 1), **where)
-        warn_once(f"size/{_line_at(frame)}", sentence)
+        warn_once(f"size/{line_at(frame)}", sentence)
 
 
 class _ToldGroup:
@@ -206,7 +213,7 @@ class _ToldGroup:
         return self._rank
 
 
-def _users_frame(frame: FrameType | None, key: str | None = None) -> FrameType | None:
+def users_frame(frame: FrameType | None, key: str | None = None) -> FrameType | None:
     """The frame of the user's code that asks, at ``frame``; None where a library does.
 
     Args:
@@ -231,7 +238,8 @@ def _text_at(frame: FrameType) -> str:
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno)
 
 
-def _line_at(frame: FrameType) -> str:
+def line_at(frame: FrameType) -> str:
+    """The line that runs at ``frame``, in words."""
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 

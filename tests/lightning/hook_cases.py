@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import os
 import random
 import zlib
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.utilities import grad_norm, rank_zero_only
 from torch import nn
@@ -397,6 +399,22 @@ class RateOfDevices(Module):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1 * self.trainer.num_devices)
+
+
+class RateOfEnvironment(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1 * int(os.environ.get("WORLD_SIZE", 1)))
+
+
+class RateOfGroup(Module):
+    """Its rank and the environment of its machine may be asked for."""
+
+    def on_fit_start(self) -> None:
+        self.place = dist.get_rank() + int(os.environ["LOCAL_RANK"]) + len(dict(os.environ))
+
+    def on_train_start(self) -> None:
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] = 0.1 * dist.get_world_size()
 
 
 class SetOnRankZero(Gated):
@@ -1253,7 +1271,7 @@ def own_ratio(host: Host) -> dict[str, Any]:
 
 SAID_OF_HOOKS = (
     "on_", "training_step counts", "trainer.world_size is", "trainer.num_devices is", "the step p", "step of",
-    "state_dict() of",
+    "state_dict() of", "WORLD_SIZE of", "torch.distributed.get_world_size() is",
 )  # fmt: skip
 
 
@@ -1285,7 +1303,8 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
         NormAfterStep, StepReplaced, StepReplacedByItself, ScheduledByWeights, ScheduledByOne, StatesAsked,
         GroupAdded, OptimizersSetUp,
         WeighedOnAll, WeighedOnRankZero, WeighedByRank,
-        RateOfWorld, RateOfDevices, SetOnRankZero, SetByRank, DecidedByBuffer, BufferLogged,
+        RateOfWorld, RateOfDevices, RateOfEnvironment, RateOfGroup,
+        SetOnRankZero, SetByRank, DecidedByBuffer, BufferLogged,
     ):  # fmt: skip
         run(build.__name__, build)
     run("LearnedWeightsOfFound", LearnedWeightsOfFound, strategy={"algorithm": None})

@@ -267,6 +267,9 @@ def test_what_hooks_write_into_weights_lasts(two: Records, precision: str, toler
         # A rate for the number of processes is another one than in one process.
         ("RateOfWorld", "trainer.world_size is asked for at hook_cases.py:"),
         ("RateOfDevices", "trainer.num_devices is asked for at hook_cases.py:"),
+        # So is one by these two, which were told of in steps alone.
+        ("RateOfEnvironment", "WORLD_SIZE of the environment is asked for at hook_cases.py:"),
+        ("RateOfGroup", "torch.distributed.get_world_size() is asked for at hook_cases.py:"),
         # What rank 0 alone changed the step, which runs on another one, never saw, and nothing was said.
         (
             "WeighedOnRankZero",
