@@ -1924,6 +1924,49 @@ def gradients_that_are_there_before_a_step(_: Path) -> None:
     same(trained(engine, data, {1: looped(), 3: [0, 2, 8]}), expected)
 
 
+class Returns(nn.Module):
+    """Returns more than tensors, which the next layer takes."""
+
+    def __init__(self, more: Any) -> None:
+        super().__init__()
+        self.more = more
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.more(x)
+
+
+def takes_first(given: Any) -> torch.Tensor:
+    return given[0] * (given[1].item() if len(given) > 1 else 1)
+
+
+def outputs_that_no_stage_hands_on(_: Path) -> None:
+    """The sentence did not say which member of a tuple is no tensor, nor what to do."""
+    data = batches(2)
+    for more, words in (
+        (lambda x: (x, None, 2), ("returns a tuple of which [1] is None and [2] is an int", "leave None out of")),
+        (
+            lambda x: (x, 2.0),
+            ("of which [1] is a float", "torch.tensor(number), of which the next layer takes .item"),
+        ),
+        (lambda x: (x, (x, x)), ("of which [1] is a tuple", "the members of a tuple as members of the tuple")),
+        (lambda x: (x, "mode"), ("of which [1] is a str", "give text to the layers that need it")),
+        (lambda x: {"x": x}, ("returns a dict", "the values of a dict as members of a tuple")),
+        (lambda x: [x, x], ("returns a list", "the members of a list as members of a tuple")),
+    ):
+        specs = [*mlp()[:3], LayerSpec(Returns, more), takes_first, *mlp()[3:]]
+        engine, _, _ = start(specs, [0, 4, 10], optimizer=two_groups)
+        with raised(TypeError, "layer 3 (Returns), the last one of stage 0, ", "can cross a cut", *words):
+            train(engine, data)
+    # What the sentences tell to do
+    for specs in (
+        [LayerSpec(Returns, lambda x: (x, torch.tensor(2.0))), takes_first],
+        [LayerSpec(nn.Sequential, Returns(lambda x: (x, None)), Returns(lambda both: both[0] * 2))],
+    ):
+        engine, _, _ = start([*mlp()[:3], *specs, *mlp()[3:]], [0, 4, 8 + len(specs)], optimizer=two_groups)
+        alone = [*mlp()[:3], *[torch.nn.Identity()] * (len(specs) - 1), lambda x: x * 2, *mlp()[3:]]
+        same(train(engine, data), train_alone(alone, data, two_groups))
+
+
 def layers_that_are_frozen_when_they_move(_: Path) -> None:
     """ZeRO left them out from then on: released again, they were never trained, without a word."""
     data = batches(7)
@@ -2020,7 +2063,7 @@ def modules_with_a_forward_of_their_own(_: Path) -> None:
 CASES = [
     layers_that_are_frozen_when_they_move,
     modules_with_a_forward_of_their_own,
-    an_optimizer_around_another_one, gradients_that_are_there_before_a_step,
+    outputs_that_no_stage_hands_on, an_optimizer_around_another_one, gradients_that_are_there_before_a_step,
     calls_on_one_rank, layers_that_ask_for_their_rank_are_named,
     layers_that_ask_for_their_rank_when_built_are_named,
     a_tensor_that_is_returned_twice, tensors_of_one_memory,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from deepspeed_partition.engine.pipeline.asked_ranks import ranks_told
 from deepspeed_partition.engine.pipeline.batch_attempt import Batch
 from deepspeed_partition.engine.pipeline.batch_programs import program_of
 from deepspeed_partition.engine.pipeline.batch_state import BatchData, BatchState
+from deepspeed_partition.engine.pipeline.beside_layers import name_of
 from deepspeed_partition.engine.pipeline.boundary_engine import AnyBoundaryEngine
 from deepspeed_partition.engine.pipeline.data_draws import DataDraws
 from deepspeed_partition.engine.pipeline.drawing_layers import draws_told
@@ -42,6 +43,7 @@ from deepspeed_partition.engine.pipeline.replaced_instructions import (
 )
 from deepspeed_partition.engine.pipeline.second_forward import SecondForward
 from deepspeed_partition.engine.pipeline.sharded_stages import ShardedStages
+from deepspeed_partition.engine.pipeline.stage_outputs import why_not_carried
 from deepspeed_partition.engine.pipeline.stages import StagesModule
 from deepspeed_partition.engine.pipeline.tied_gradients import (
     copies_added_up,
@@ -754,7 +756,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
     def _leave_output(self, message: Message, slot: int, devices: Sequence[int], outputs: Any) -> None:
         state = self.batch_state
         if not isinstance(outputs, torch.Tensor) or outputs.is_complex():
-            _check_output(message, outputs)
+            self._check_output(message, outputs)
             self._shared_outputs.look(message.boundary, outputs)
         whole = outputs if isinstance(outputs, tuple) else (outputs,)
         leaving = state.between[message] = detached(outputs)
@@ -766,6 +768,24 @@ class AnyPlanEngine(AnyBoundaryEngine):
             floating = tuple([tensor for tensor in tensors_of(leaving) if tensor.is_floating_point()])
             gradient = Message("B", message.boundary, message.micro_batch)
             state.gradient_shapes[gradient] = Shapes.of_gradients(floating)
+
+    def _check_output(self, message: Message, outputs: Any) -> None:
+        """Refuse outputs of a stage that cannot go to the next one.
+
+        Raises:
+            TypeError: they are no tensors, or have complex numbers.
+        """
+        stage, module = message.boundary, cast(StagesModule, self.module)
+        last = f"layer {module.allocation.stages[stage].layers[1] - 1} ({name_of(module._functions[stage][-1])})"
+        whole = outputs if isinstance(outputs, tuple) else (outputs,)
+        if not whole or not all(isinstance(tensor, torch.Tensor) for tensor in whole):
+            raise TypeError(f"{last}, the last one of stage {stage}, {why_not_carried(outputs)}")
+        if any(tensor.is_complex() for tensor in whole):
+            raise TypeError(
+                f"{last}, the last one of stage {stage}, returns complex numbers, whose gradient cannot cross a "
+                "cut: return torch.view_as_real(...) of them, and let the next layer begin with "
+                "torch.view_as_complex(...)"
+            )
 
     def _run_again(self, again: Compute, devices: Sequence[int]) -> None:
         """Run a forward again that kept nothing, before its backward would."""
@@ -911,18 +931,3 @@ class AnyPlanEngine(AnyBoundaryEngine):
             return zeros
         is_here = devices[stage] == devices[stage + 1]
         return nothing if is_here or self._transfers.tells_gradients else tagged
-
-
-def _check_output(message: Message, outputs: Any) -> None:
-    whole = outputs if isinstance(outputs, tuple) else (outputs,)
-    if not whole or not all(isinstance(tensor, torch.Tensor) for tensor in whole):
-        raise TypeError(
-            f"stage {message.boundary} ends with a layer that returns {type(outputs).__name__}, and only a "
-            "tensor or a tuple of tensors can cross a cut"
-        )
-    if any(tensor.is_complex() for tensor in whole):
-        raise TypeError(
-            f"stage {message.boundary} ends with a layer that returns complex numbers, whose gradient cannot "
-            "cross a cut: return torch.view_as_real(...) of them, and let the next layer begin with "
-            "torch.view_as_complex(...)"
-        )
