@@ -12,6 +12,7 @@ import torch
 
 from deepspeed_partition.profiling.boundaries import Boundary, describe, is_boundary, tensors_of
 from deepspeed_partition.profiling.devices import device_or_default
+from deepspeed_partition.profiling.layer_outputs import ways_out
 from deepspeed_partition.profiling.sources import layer_in_words, said
 
 
@@ -109,7 +110,7 @@ class LayerRun:
         if not is_boundary(output):
             raise ValueError(
                 f"layer {self._in_words()} returns {describe(output)} for the input {describe(self.boundary)}: "
-                f"a layer of a pipeline returns a tensor or a tuple of tensors"
+                f"a layer of a pipeline returns a tensor or a tuple of tensors: {ways_out(output)}"
             )
         if self._finish is None:
             return output, tuple(tensor for tensor in tensors_of(output) if tensor.requires_grad)

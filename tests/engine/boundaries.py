@@ -170,7 +170,7 @@ def layers_that_return_no_tensors(_: Path) -> None:
         specs = pipelines.mlp()
         specs[3] = LayerSpec(Returning, value)
         engine, _, _ = start(specs, "madpipe")
-        with raised(ValueError, "'3.Returning'", words, "a tensor or a tuple of tensors"):
+        with raised(ValueError, "'3.Returning'", words, "a tensor or a tuple of tensors: ", "make one layer"):
             train(engine, batches(1))
 
 

@@ -43,7 +43,6 @@ from deepspeed_partition.engine.pipeline.replaced_instructions import (
 )
 from deepspeed_partition.engine.pipeline.second_forward import SecondForward
 from deepspeed_partition.engine.pipeline.sharded_stages import ShardedStages
-from deepspeed_partition.engine.pipeline.stage_outputs import why_not_carried
 from deepspeed_partition.engine.pipeline.stages import StagesModule
 from deepspeed_partition.engine.pipeline.tied_gradients import (
     copies_added_up,
@@ -81,6 +80,7 @@ from deepspeed_partition.engine.runtime.watch import watch
 from deepspeed_partition.generators import common_marks
 from deepspeed_partition.profiling.backward_halves import CAN_SPLIT, Halves
 from deepspeed_partition.profiling.failed_backward import forget_failed_backward
+from deepspeed_partition.profiling.layer_outputs import why_not_carried
 from deepspeed_partition.schedule.endless import EndlessProgram
 from deepspeed_partition.schedule.instructions import Compute, Instruction, Message, Program
 

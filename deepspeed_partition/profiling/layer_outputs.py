@@ -1,4 +1,4 @@
-"""What a layer returns at the end of a stage and no stage can hand on, in words, with what to return instead."""
+"""What a layer returns and no stage can hand on, in words, with what to return instead."""
 
 from __future__ import annotations
 
@@ -17,19 +17,25 @@ ONE_LAYER = (
 def why_not_carried(outputs: Any) -> str:
     """Say what a layer returns that is neither a tensor nor a tuple of tensors, and what to do."""
     if not isinstance(outputs, tuple):
-        found, ways = f"returns {_kind(outputs)}", [_way_out(outputs)]
+        found = f"returns {_kind(outputs)}"
     elif not outputs:
-        found, ways = "returns an empty tuple", ["return a tensor"]
+        found = "returns an empty tuple"
     else:
         others = [(place, each) for place, each in enumerate(outputs) if not isinstance(each, torch.Tensor)]
         named = " and ".join(f"[{place}] is {_kind(each)}" for place, each in others[:MOST_NAMED])
         more = f" and {len(others) - MOST_NAMED} more are no tensors" if len(others) > MOST_NAMED else ""
         found = f"returns a tuple of which {named}{more}"
-        ways = list(dict.fromkeys(_way_out(each, within="the ") for _, each in others))
-    return (
-        f"{found}, and only a tensor, or a tuple with nothing but tensors, can cross a cut: {'; '.join(ways)}; "
-        f"or {ONE_LAYER}"
-    )
+    return f"{found}, and only a tensor, or a tuple with nothing but tensors, can cross a cut: {ways_out(outputs)}"
+
+
+def ways_out(outputs: Any) -> str:
+    """Say what to do where a layer returns neither a tensor nor a tuple of tensors."""
+    if isinstance(outputs, tuple):
+        others = [each for each in outputs if not isinstance(each, torch.Tensor)]
+        ways = list(dict.fromkeys(_way_out(each, within="the ") for each in others)) or ["return a tensor"]
+    else:
+        ways = [_way_out(outputs)]
+    return f"{'; '.join(ways)}; or {ONE_LAYER}"
 
 
 def _kind(value: Any) -> str:
