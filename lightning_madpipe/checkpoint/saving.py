@@ -255,6 +255,7 @@ class Checkpointing(DeepSpeedStrategy):
             group, shown, self._shown = self.pipeline.mpu().get_pipe_parallel_group(), self._shown, None
             left = hooks_on_state.left_by_hooks(shown, checkpoint.get("state_dict"), group)
         shapes = checkpoint_folders.shapes_of_all(self.pipeline)
+        self.deepspeed_engine.tells_of_client_state = False  # a rank finds its own
         self.deepspeed_engine.save_checkpoint(
             str(unfinished),
             tag=checkpoint_folders.TAG,

@@ -226,6 +226,18 @@ class Mine:
     """Of a script, and put into its checkpoints."""
 
 
+def what_ranks_save_with_it(folder: Path) -> None:
+    """With other stages all ranks got what rank 0 had saved, and nothing was said."""
+    numbers = {"step": 3, "args": argparse.Namespace(rate=0.1, again=[0.1]), "draws": torch.arange(5)}
+    own = {"rank": torch.distributed.get_rank(), "own": torch.full((3,), torch.distributed.get_rank())}
+    engine = begun()
+    for number, state in enumerate([numbers, {**numbers, **own}, {**numbers, **own}, {}]):
+        with heard() as sentences:
+            engine.save_checkpoint(str(folder / f"saved {number}"), client_state=state)
+        told = [sentence for sentence in sentences if "client_state" in sentence]
+        assert len(told) == (number == 1) and all("in 'own', 'rank': a run" in line for line in told), told
+
+
 def what_scripts_save_with_it(folder: Path) -> None:
     """Plain data needs no pickle; an object of a script's class does, and that is said, or refused."""
     plain = {"args": argparse.Namespace(rate=0.1), "numpy": numpy.random.get_state(), "path": Path("x")}
@@ -404,7 +416,7 @@ CASES: dict[int, list[Callable[[Path], None]]] = {
     1: [names_that_lead_outside, planted_links, another_process_writes_it],
     2: [
         a_flipped_bit_in_every_file, every_file_is_verified_once, without_checksums,
-        pickles_in_the_place_of_tensors, what_scripts_save_with_it, a_disk_that_is_full,
+        pickles_in_the_place_of_tensors, what_ranks_save_with_it, what_scripts_save_with_it, a_disk_that_is_full,
         copies_and_other_names, fp16_without_zero, tags,
     ],
 }  # fmt: skip

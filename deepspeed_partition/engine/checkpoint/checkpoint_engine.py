@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from deepspeed_partition.engine.checkpoint import atomic_folders, saved_cut, saved_state
+from deepspeed_partition.engine.checkpoint.client_states import unlike_keys
 from deepspeed_partition.engine.checkpoint.saved_cut import SavedCut
 from deepspeed_partition.engine.checkpoint.saved_state import SavedState
 from deepspeed_partition.engine.checkpoint.tied_modules import load_ties, save_ties
@@ -89,6 +90,8 @@ class ResumingEngine(MovingEngine):
 
     options: Options
     """The options of planning, of which some are for checkpoints."""
+    tells_of_client_state = True
+    """Whether it is still to be said that the ranks save different values in ``client_state``."""
     _reader: Reader
     """The reader of the checkpoint that is being loaded."""
     _copy_recovery_script: Any
@@ -118,6 +121,7 @@ class ResumingEngine(MovingEngine):
         options = bound.arguments
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         self._check_tag(tag)
+        self._tell_of_client_state(options["client_state"])
         path, in_place = Path(save_dir) / tag, self.checkpoint_engine.is_decoupled()
         if in_place:
             self._write_beside(path)
@@ -140,6 +144,21 @@ class ResumingEngine(MovingEngine):
         if save_latest:
             from_rank_0(lambda: files.write_text(Path(save_dir) / "latest", tag, through_link=False))
         return saved
+
+    def _tell_of_client_state(self, client_state: Any) -> None:
+        """Say once which values of it are each stage's own. Collective."""
+        if not self.tells_of_client_state:
+            return
+        keys = unlike_keys(client_state, is_saved=self.grid.data_parallel_id == 0)
+        if keys:
+            self.tells_of_client_state = False
+            announce(
+                f"client_state differs between the ranks of the pipeline in {', '.join(map(shown, keys))}: a run "
+                "with as many stages gives each rank its own, one with another number of stages gives all ranks "
+                "that of rank 0. Save the same on all ranks, such as a list that "
+                "torch.distributed.all_gather_object makes of all values",
+                logging.WARNING,
+            )
 
     def give_up_folder(self, path: Path) -> None:
         """Remove what was written for a checkpoint that failed; no other rank is asked, for one may fail alone."""
