@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
+from deepspeed_partition.engine.runtime.collectives import gather_objects
 from tests.engine.pipelines import WIDTH, two_groups
 from tests.engine.running import batches, planned, raised, same, start, train
 from tests.engine.strangers_cases import looped, note, said_here, seeded
@@ -215,7 +219,69 @@ def lists_of_layers_without_parameters_are_told(_: Path) -> None:
     assert told.startswith(words) and "does not follow: make it again of engine.module" in told, told
 
 
+class Weighed(nn.Module):
+    """A layer that is given a tensor and an array, a list of one and an object with one."""
+
+    def __init__(self, weight: Any, mask: Any, *inner: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.weight, self.mask = weight, mask
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        listed, named = self.inner
+        masked = torch.tanh(self.linear(x)) * torch.from_numpy(self.mask.copy())
+        return x + masked * self.weight * listed[0] * named.weight
+
+
+def _weigh(x: torch.Tensor, *, weight: torch.Tensor) -> torch.Tensor:
+    return x * weight
+
+
+def tensors_that_a_script_changes_in_place(_: Path) -> None:
+    """A layer that moved had copies; it has those of its new process that it has had from the start."""
+    data = batches(5)
+
+    def trained(places: Any, *, built: bool, sets_later: bool = False, sets_again: bool = False) -> list[float]:
+        weight, mask = torch.ones(WIDTH), numpy.ones(WIDTH, dtype=numpy.float32)
+        inside = torch.ones(WIDTH)
+        given = torch.ones(WIDTH) if sets_later else weight, mask, [inside], SimpleNamespace(weight=inside)
+        inner = [seeded(Weighed, *given) if built else LayerSpec(Weighed, *given) for _ in range(5)]
+        ends = [(8, WIDTH), (WIDTH, 4)]
+        first, last = (seeded(nn.Linear, *each) if built else LayerSpec(nn.Linear, *each) for each in ends)
+        engine, _, _ = start(
+            [first, *inner, partial(_weigh, weight=weight), last], [0, 4, 8], optimizer=two_groups
+        )
+        losses = []
+        for number, step in enumerate(data):
+            if number:
+                engine.recut(places[number - 1])
+            weight[: 2 * number] *= 0.5
+            mask[number] = 0
+            inside[number:] *= 0.8
+            if sets_again or (sets_later and not number):
+                for layer in engine.module.modules():
+                    if isinstance(layer, Weighed):
+                        layer.weight = weight
+            losses += train(engine, [step])
+        return losses
+
+    stays, moves = [[0, 4, 8]] * 4, ([0, 1, 8], looped(), [0, 7, 8], [0, 4, 8])
+    for built in (True, False):
+        expected = trained(stays, built=built)
+        with said_here() as sentences:
+            same(trained(moves, built=built), expected)
+            same(trained(moves, built=built, sets_again=True), expected)
+        assert not [each for each in sentences if "as a copy" in each], sentences
+    with said_here() as sentences:
+        trained(moves, built=False, sets_later=True)
+    [told] = [each for of_rank in gather_objects(sentences) for each in of_rank if "as a copy" in each]
+    assert told.startswith("Weighed.weight (Tensor), which is weight in the script, goes with its layer"), told
+    same(trained(moves, built=False, sets_later=True, sets_again=True), expected)
+
+
 CASES = [
+    tensors_that_a_script_changes_in_place,
     lists_of_layers_without_parameters_are_told,
     parts_that_a_script_changes,
     parts_that_a_script_changes_and_that_stay_are_refused,

@@ -25,6 +25,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from deepspeed_partition.code_names import module_of
+from deepspeed_partition.engine.repartition.shared_tensors import are_equal
 from deepspeed_partition.generators import GENERATORS, OF_THREADS, generator_state, set_generator_state
 from deepspeed_partition.hidden_modules import table_of
 from deepspeed_partition.kept_values import MOST_BYTES, Given, numbers_of_count, state_of
@@ -375,6 +376,8 @@ class _Laying:
         return members
 
     def _unless_alike(self, new: Any, present: Any, before: Any) -> Any:
+        if are_equal(new, present):
+            return present
         is_parameter = isinstance(new, nn.Parameter) and type(present) is type(new) and present.shape == new.shape
         if present is _MISSING or before is _MISSING or not _are_alike(new, before):
             if self._may_stay and type(new) not in PLAIN and not isinstance(new, type | nn.Module):

@@ -7,6 +7,7 @@ import itertools
 import pickle
 import queue
 import random
+import weakref
 import zlib
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -44,6 +45,15 @@ from deepspeed_partition.engine.repartition.object_states import (
     laid,
     loaded,
     object_state,
+)
+from deepspeed_partition.engine.repartition.shared_tensors import (
+    CopyOfVariable,
+    StillThere,
+    is_shareable,
+    say_of_copy,
+    take_still_there,
+    told_of_sharing,
+    with_present,
 )
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.generators import generator_state, generators_of, set_generator_state
@@ -335,6 +345,8 @@ def take(table: MutableMapping[Any, Any], name: Any, sent: Sent) -> None:
         _fill(table, name, value)
     elif isinstance(value, ObjectState):
         table[name] = laid(value, table, name, {})
+    elif isinstance(value, StillThere):
+        take_still_there(table, name, value, _with_data(value.value, _onto_the_device))
     else:
         _take(table, name, _with_data(value, _onto_the_device))
 
@@ -446,7 +458,9 @@ def _changed_attributes(
             if before == _fingerprint_of(held, name, value):
                 continue
         is_known = built is not None and name in own
-        changed[name] = _told(held, name, value, before) if is_known else value
+        mine, others = vars(held).get(name), None if built is None else vars(built).get(name)
+        told = _told(held, name, value, before) if is_known else value
+        changed[name] = told_of_sharing(told, mine, _shown(held, name), is_first=mine is others)
     gone = [name for name in own if name.isidentifier() and name not in found and name not in vars(held)]
     return changed | dict.fromkeys(gone, Gone())
 
@@ -471,6 +485,8 @@ def _changed_tensors(
 
 _FIRST = WeakIdKeyDictionary()  # a module's own hash may depend on what it holds, as a metric's does
 """What modules of layers had when all ranks last had the same, or when they came: attributes, by fingerprints."""
+_FIRST_OBJECTS = WeakIdKeyDictionary()
+"""The tensors and arrays among these attributes, by weak references."""
 _FIRST_TREES = WeakIdKeyDictionary()
 """What layers were made of then."""
 _FIRST_VERSIONS = WeakIdKeyDictionary()
@@ -500,6 +516,9 @@ def remember_attributes(layers: Iterable[Any], *, again: bool = False) -> None:
             now = _fingerprints(module, attributes)
             if again or module not in _FIRST:
                 _FIRST[module] = now
+                _FIRST_OBJECTS[module] = {
+                    name: weakref.ref(value) for name, value in vars(module).items() if is_shareable(value)
+                }
             else:
                 unsendable = [name for name, value in attributes.items() if isinstance(value, Unsendable)]
                 _FIRST[module] |= {name: now[name] for name in unsendable}
@@ -535,8 +554,14 @@ def _changed_since(layer: nn.Module, there: PartInfo) -> dict[str, dict[str, Any
         first = _FIRST.get(module)
         if first is not None:
             now = _fingerprints(module, found)
+            objects, own = _FIRST_OBJECTS.get(module, {}), vars(module)
             changed[path] = {
-                name: _told(module, name, value, first.get(name))
+                name: told_of_sharing(
+                    _told(module, name, value, first.get(name)),
+                    own.get(name),
+                    _shown(module, name),
+                    is_first=name in objects and objects[name]() is own.get(name),
+                )
                 for name, value in found.items()
                 if first.get(name) != now[name] and not _is_of_hosts(vars(module).get(name))
             }
@@ -553,12 +578,17 @@ def _is_of_hosts(value: Any) -> bool:
 
 def _told(module: nn.Module, name: str, value: Any, before: Any) -> Any:
     """What has changed, with its name where not all of it goes to another process."""
-    shown = f"{users_names.get(module, type(module).__name__)}.{name}"
+    shown = _shown(module, name)
     if isinstance(value, Unsendable):
         return Staying(shown, value.type_name)
     if isinstance(value, ObjectState) and isinstance(before, ObjectState):
         return _since(value, before, shown)
     return value
+
+
+def _shown(module: nn.Module, name: str) -> str:
+    """How an attribute of a module is called in sentences."""
+    return f"{users_names.get(module, type(module).__name__)}.{name}"
 
 
 def _since(value: ObjectState, before: ObjectState, shown: str) -> ObjectState:
@@ -578,6 +608,8 @@ def say_what_stays(parts: Iterable[Mapping[str, Mapping[str, Any]]]) -> None:
             _say_that_it_stays(value.shown, value.type_name)
         elif isinstance(value, ObjectState) and value.shown:
             _say_that_it_stays(value.shown, value.kind)
+        elif isinstance(value, CopyOfVariable):
+            say_of_copy(value.shown, type(value.value).__name__, value.variable)
 
 
 def _say_that_it_stays(shown: str, kind: str) -> None:
@@ -660,11 +692,15 @@ def take_attributes(built: nn.Module, there: PartInfo) -> None:
                 here[name] = itertools.count(*value.numbers)
             elif isinstance(value, QueueState):
                 _fill(here, name, value)
+            elif isinstance(value, StillThere):
+                take_still_there(here, name, value, _with_data(value.value, _onto_the_device))
+            elif isinstance(value, CopyOfVariable):
+                _take(here, name, _with_data(value.value, _onto_the_device))
             elif isinstance(value, ObjectState | ExtraState):
                 try:
                     _take_object(module, name, value, named)
                 except NotHereError:
-                    shown = f"{users_names.get(module, type(module).__name__)}.{name}"
+                    shown = _shown(module, name)
                     _say_that_it_stays(shown, value.kind if isinstance(value, ObjectState) else "extra state")
             elif not isinstance(value, Unsendable | Staying):
                 _take(here, name, _with_data(value, _onto_the_device))
@@ -692,6 +728,7 @@ def _fill(here: MutableMapping[Any, Any], name: Any, value: QueueState) -> None:
 def _take(here: MutableMapping[Any, Any], name: Any, value: Any) -> None:
     """Let an attribute be ``value``: a container that others may have, too, gets its contents."""
     present: Any = here.get(name)
+    value = with_present(value, present)
     if type(present) is not type(value) or (isinstance(value, deque) and present.maxlen != value.maxlen):
         here[name] = value
     elif isinstance(value, list):
