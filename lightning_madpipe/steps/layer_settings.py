@@ -9,7 +9,7 @@ they hold is noted when the layers of a step have run, and compared when the nex
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -127,12 +127,17 @@ class LayerSettings:
                 elif value is not None and (_is_tensor(value) or _may_be_within(value)):
                     yield (path, name), value
             if part._buffers and not isinstance(part, _NormBase):
-                for name, value in dict.items(part._buffers):
+                for name, value in _entries(part._buffers):
                     if _is_tensor(value):
                         yield (path, name), value
-            for name, weight in dict.items(part._parameters):
+            for name, weight in _entries(part._parameters):
                 if weight is not None and (hooks := hooks_of_weight(weight)):
                     yield (path, f"{name} (hooks)"), tuple(hooks)
+
+
+def _entries(table: Any) -> Iterable[tuple[str, Any]]:
+    """The entries of a module's table as they are; that of a scripted module is no dict."""
+    return dict.items(table) if isinstance(table, dict) else table.items()
 
 
 def _is_tensor(value: Any) -> bool:
