@@ -925,6 +925,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         traces.add(left_by_code(call))
         if self.pipeline.num_stages > 1:
             traces.add_of_hooks(collected_by_hooks(module, call))
+        if self._hook_writing is not None:
+            self._hook_writing.traces = traces
         runs_whole = self.pipeline.num_stages == 1 and self._resolved_num_micro_batches() == 1
         steps = UserSteps(
             module,

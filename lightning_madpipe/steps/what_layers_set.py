@@ -22,6 +22,8 @@ from torchmetrics import Metric
 
 from deepspeed_partition.capture.element_attributes import of_class, subclass_of
 from deepspeed_partition.code_names import LIBRARIES
+from deepspeed_partition.engine.runtime.environment import warn_once
+from lightning_madpipe.compat.elsewhere import HiddenTensors
 from lightning_madpipe.module import PipelineCall
 from lightning_madpipe.steps.ending_contexts import EndingContexts
 from lightning_madpipe.steps.hook_values import NOT_HERE, HookValue
@@ -32,6 +34,15 @@ BY_A_HOOK = (
     "on the last stage: return it from forward(), `return logits, feature`, without the hook (layers of "
     "pipeline_layers() hand it on). Where it is only logged, give self.log the tensor, without float() or .item()"
 )
+
+
+IN_A_HOOK = (
+    "{hook} reads {place}, which a layer sets while it runs: in a pipeline that is on the rank that has the "
+    "layer, for the last micro-batch alone, and on other ranks it is what it was before. Let the layer return the "
+    "value with its output, with one number or row for each sample, as in `return x, value.expand(len(x))`, let "
+    "the layers behind it hand that on, and keep or log it in the step"
+)
+NOT_ON_THIS_RANK = "{hook} raises {error} on a rank that does not run that layer: {sentence}"
 
 
 class Left(NamedTuple):
@@ -153,6 +164,49 @@ class LayerTraces:
                 yield
         finally:
             stack.end()
+
+    @contextmanager
+    def told_in_hook(self, hook: str, names: Collection[str]) -> Iterator[None]:
+        """Tell once of what a hook reads meanwhile that layers set; raise that where the layer is elsewhere.
+
+        Args:
+            hook: The hook and whose it is, in words.
+            names: Those in its code.
+
+        Raises:
+            Exception: the host's, where the hook fails after it has read what is not on this rank.
+        """
+        missed: list[str] = []
+        try:
+            with ExitStack() as stack:
+                for owner, lefts in self._hidden.items():
+                    members = {
+                        each.name: self._told(owner, each, hook, missed)
+                        for each in lefts.values()
+                        if isinstance(each, Left) and each.layer is not None and each.name in names
+                    }
+                    if members:
+                        stack.enter_context(of_class(owner, subclass_of(type(owner), members)))
+                yield
+        except (AttributeError, TypeError) as error:
+            if missed:
+                words = NOT_ON_THIS_RANK.format(hook=hook, error=type(error).__name__, sentence=missed[-1])
+                raise self._error(words) from error
+            raise
+
+    def _told(self, owner: Any, left: Left, hook: str, missed: list[str]) -> property:
+        def read(it: Any) -> Any:
+            if it is owner and left.name not in it._buffers:
+                place = f"{self._name_of(owner, left)}.{left.name}"
+                sentence = IN_A_HOOK.format(hook=hook, place=place)
+                warn_once(f"read in hook/{hook}/{left.name}", sentence)
+                if any(isinstance(part._parameters, HiddenTensors) for part in owner.modules()):
+                    missed.append(sentence)
+            if left.name in vars(it):
+                return vars(it)[left.name]
+            return getattr(super(type(it), it), left.name)
+
+        return property(read, lambda it, value: vars(it).__setitem__(left.name, value))
 
     def _refusing_class(self, owner: Any, step: str) -> type:
         kind = self._kinds.get((owner, step))

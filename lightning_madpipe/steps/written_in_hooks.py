@@ -10,18 +10,19 @@ import builtins
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
 from torch.distributed.distributed_c10d import _get_default_store
 
-from deepspeed_partition.code_names import is_librarys
+from deepspeed_partition.code_names import CodeSearch, is_installed, is_librarys
 from deepspeed_partition.dropped_writing import asked_by_program
 from deepspeed_partition.engine.runtime.environment import warn_once
 from lightning_madpipe.compat.running_code import asks_for_its_rank
 from lightning_madpipe.steps import written_files
 from lightning_madpipe.steps.changed_on_one_rank import ChangesOfOneRank
+from lightning_madpipe.steps.what_layers_set import LayerTraces
 
 SENTENCE = (
     "{hook} {does}, and hooks run on each of the {number} ranks of a pipeline, which have the same data: each of "
@@ -47,6 +48,9 @@ class HookWriting(written_files.WritingTold):
         self._changes = ChangesOfOneRank(trainer, module, mpu, ignored)
         self._trainer, self._module = trainer, module
         self._number, self._is_first = mpu.get_pipe_parallel_world_size(), mpu.get_stage_id() == 0
+        self.traces: LayerTraces | None = None
+        """What layers set on themselves; None until it is known."""
+        self._names: dict[str, Collection[str]] = {}
         self._hooks: dict[str, tuple[str, Any, str] | None] = {}
         self._noted: set[str] = set()
         self._untold: dict[str, tuple[str, str]] = {}
@@ -72,11 +76,21 @@ class HookWriting(written_files.WritingTold):
                 yield profiled
                 return
             self._step = hook[0]
-            with self.watching(), self._changes.watching(*hook):
+            with self.watching(), self._changes.watching(*hook), self._traces_told(*hook):
                 yield profiled
         self._num_looks += bool(self._untold)
         if self._num_looks & (self._num_looks - 1) == 0:
             self._look()
+
+    def _traces_told(self, hook: str, owner: Any, name: str) -> AbstractContextManager[None]:
+        """Tell of what layers set, and a hook reads."""
+        if self.traces is None:
+            return nullcontext()
+        if hook not in self._names:
+            search = CodeSearch(lambda file: not is_installed(file))
+            search.read(inspect.getattr_static(type(owner), name, None), type(owner))
+            self._names[hook] = search.written
+        return self.traces.told_in_hook(hook, self._names[hook])
 
     def _hook_of(self, action: str) -> tuple[str, Any, str] | None:
         """The hook of the program that a context of the profiler is around; None: there is none.

@@ -263,6 +263,30 @@ class Reads(Callback):
         module.log("number", float(len(AUX)))
 
 
+class Loaded(Leaves):
+    """Keeps what it has seen of its input, as experts count their samples."""
+
+    load: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.load = x.detach().sum(0)
+        return super().forward(x)
+
+
+class HookReadsLoad(Plain):
+    """Reads it where it may be None; or as if it were there."""
+
+    def __init__(self, leave: Callable[[Any, torch.Tensor], None], must_be_there: bool = False) -> None:
+        super().__init__(leave)
+        self.net[2], self.must_be_there = Loaded(leave), must_be_there
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.must_be_there:
+            self.net[2].load.max()
+        elif self.net[2].load is not None:
+            self.net[2].leave(self, self.net[2].load)
+
+
 def to_trainer(layer: Any, x: torch.Tensor) -> None:
     layer.owner[0].trainer.act = x.detach().abs().mean()
 
@@ -314,6 +338,8 @@ KINDS: dict[str, tuple[Callable[..., Module], Callable[[Any, torch.Tensor], None
     "a layer that logs": (Plain, logs),
     "two layers that log": (TwoOfThem, logs),
     "a layer that logs in evaluation": (LogsInEvaluation, logs_in_evaluation),
+    "own load that a hook reads": (HookReadsLoad, nothing),
+    "own load that a hook needs": (lambda leave: HookReadsLoad(leave, must_be_there=True), nothing),
     "own count": (Plain, counts),
     "a cache": (Plain, caches),
     "a list that nobody reads": (Plain, to_global),

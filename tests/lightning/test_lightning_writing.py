@@ -245,6 +245,17 @@ def test_what_a_layer_leaves_outside_of_itself_is_told_where_it_is_read(two: Rec
     assert number in line
 
 
+def test_what_a_layer_keeps_of_its_input_is_told_where_a_hook_reads_it(two: Records) -> None:
+    """The hook saw the last micro-batch alone, or nothing, which was not said, or failed in words of Python."""
+    lines = [line for rank in two.ranks for line in rank["said_of_layers"]["own load that a hook reads"]]
+    [told] = [line for line in lines if line != "not refused"]
+    reads = "on_train_batch_end of HookReadsLoad reads self.net.2.load, which a layer sets while it runs"
+    assert told.startswith(reads) and len(lines) == 3
+    ends = [rank["said_of_layers"]["own load that a hook needs"][-1] for rank in two.ranks]
+    raised = "on_train_batch_end of HookReadsLoad raises AttributeError on a rank that does not run that layer"
+    assert all(raised in end and reads in end for end in ends)
+
+
 @pytest.mark.parametrize("kind", ["a layer that logs", "a layer that logs in evaluation"])
 def test_a_layer_that_logs_is_told(two: Records, kind: str) -> None:
     """It logged the number of one micro-batch, or of a trial, on one rank, and nothing was said."""
