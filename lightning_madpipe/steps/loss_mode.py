@@ -73,6 +73,7 @@ from lightning_madpipe.steps.losses import (
 from lightning_madpipe.steps.step_results import RULES, does_with
 from lightning_madpipe.steps.step_runs import draws_in_words
 from lightning_madpipe.steps.trials import try_batch
+from lightning_madpipe.steps.user_step import SKIPPING
 from lightning_madpipe.steps.what_steps_leave import said
 
 LOSSES = ("auto", "mean", "batch")
@@ -81,6 +82,7 @@ RESTS_TOLD_OF = 4
 """Irregular trials of a pipeline that never drains, of which a line tells."""
 MOST_NAMED = 6
 """Steps that were tried that a sentence names."""
+MEET_AGAIN = (Unknown.MEETS_AGAIN, Unknown.NO_LOSS)
 DRAWS_BOTH = (
     "it draws from torch's generator for each sample and once for a batch, and micro-batches could not do both"
 )
@@ -464,7 +466,7 @@ class LossOfBatches:
         if finding is None:  # there is one micro-batch
             return
         if self._fitting is not None:
-            if finding.unknown is Unknown.MEETS_AGAIN and is_last:
+            if finding.unknown in MEET_AGAIN and is_last:
                 return
             self._tell(
                 f"the loss of a batch could not be tried again in step {self._num_steps} ({finding.why_unknown}): "
@@ -473,13 +475,15 @@ class LossOfBatches:
             )
         elif finding.unknown is Unknown.NOT_FINITE:
             self._switch(flushes, f"for this batch {finding.why_unknown}")
+        elif finding.unknown is Unknown.NO_LOSS and is_last:
+            raise self.refusal(SKIPPING.format(how=""))
         elif finding.unknown is Unknown.NO_TRIAL or (finding.unknown is Unknown.MEETS_AGAIN and is_last):
             raise self.refusal(
                 "it is not known whether the loss of a batch is the mean of the losses of its micro-batches: its "
                 f"trial before the first step failed ({finding.why_unknown}). If it is that mean, weighted by "
                 "samples, write MadPipeStrategy(loss='mean'); else num_micro_batches=1 gives the loss of the batch"
             )
-        elif finding.unknown is Unknown.MEETS_AGAIN:
+        elif finding.unknown in MEET_AGAIN:
             self.steps.forget_trials()  # if the step does not fail, it is given up and tried once more
 
     def _explaining_all(self, findings: Sequence[Finding]) -> frozenset[Weight]:

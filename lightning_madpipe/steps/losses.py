@@ -53,6 +53,7 @@ class Unknown(Enum):
     """Why a trial did not show how the loss of a batch comes from those of its micro-batches."""
 
     MEETS_AGAIN = "what failed in it fails where the step is trained, too"
+    NO_LOSS = "the step returns no loss for it"
     NO_GRADIENT = "neither the batch nor its micro-batches have a gradient"
     NOT_FINITE = "the loss of the batch is no number"
     NO_TRIAL = "the batch as a whole cannot be tried"

@@ -420,6 +420,14 @@ class SkipsEarly(cases.Classifier):
         return None if batch_idx == 1 else super().training_step(batch, batch_idx)
 
 
+class SkipsWhole(cases.Classifier):
+    """The batch that is tried, and no micro-batch of it: as by a threshold of the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        return None if len(batch[1]) > self.trainer.train_dataloader.batch_size // 2 else loss
+
+
 class ValidatesSome(cases.Classifier):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if batch_idx != 1:
@@ -579,6 +587,7 @@ def step_errors(host: Host) -> dict[str, Any]:
     return {
         "skips": fit(Skips()),
         "skips early": fit(SkipsEarly()),
+        "skips whole": fit(SkipsWhole()),
         "validates some": fit(ValidatesSome()),
         "training": [fit(training), training.steps_made],
         "validation": [fit(validation), validation.steps_made],

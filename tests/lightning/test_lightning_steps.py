@@ -282,6 +282,7 @@ def test_an_error_in_a_step_is_raised_on_every_rank(two: Records) -> None:
     # "does not call self.forward(): call it once" was said of a step that does so in all other batches.
     assert "training_step returns None without a call of self.forward(), and a pipeline cannot skip" in early
     assert skips.partition("in its step")[2] == early.partition("in its step")[2] and len(early) < 400
+    assert "training_step returns None, and a pipeline cannot skip a batch in its step" in errors["skips whole"]
     validates = "validation_step returns for this batch without a call of self.forward(), which runs the layers: "
     assert validates in errors["validates some"]
     # One step was made before it; and none where validation comes first and raises.
