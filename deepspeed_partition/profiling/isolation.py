@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,7 @@ def stand_ins(
     copies: dict[int, torch.Tensor] = {}
     owners = list(dict.fromkeys(owner for module in modules for owner in module.modules()))
     modes = [(owner, owner.training) for owner in owners]
+    buffers = {owner: list(owner._buffers.items()) for owner in owners}
     try:
         for owner in owners:
             for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
@@ -51,8 +52,19 @@ def stand_ins(
     finally:
         for owner, name, tensor in originals:
             setattr(owner, name, tensor)
+        for owner, known in buffers.items():
+            _forget_new_buffers(owner, dict(known))
         for owner, mode in modes:
             owner.training = mode
+
+
+def _forget_new_buffers(owner: nn.Module, known: Mapping[str, torch.Tensor | None]) -> None:
+    """Let buffers of a module be None again that were, and not be there that were not."""
+    for name, tensor in list(owner._buffers.items()):
+        if name not in known:
+            delattr(owner, name)
+        elif known[name] is None and tensor is not None:
+            setattr(owner, name, None)
 
 
 def _copy(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None) -> torch.Tensor:

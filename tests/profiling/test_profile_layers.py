@@ -517,6 +517,31 @@ class LossObject:
         return [self.calls, hasattr(self, "last"), str(self.logs), *(tensor.tolist() for tensor in tensors)]
 
 
+class Remembers(nn.Module):
+    """Sets a buffer in its first forward, lengthens it in the others, and registers another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("rows", None)
+
+    def forward(self, inputs):
+        row = inputs.detach().mean(0, keepdim=True)
+        self.rows = row if self.rows is None else torch.cat([self.rows, row])
+        self.register_buffer("newest", row, persistent=False)
+        return inputs - self.rows.mean(0)
+
+
+def test_buffers_that_a_layer_sets_while_it_is_measured_are_put_back():
+    """A memory bank began with the rows of ten runs that trained nothing."""
+    layer = Remembers()
+    before = list(vars(layer)), layer.state_dict()
+    profile_chain([nn.Linear(8, 8), layer], X, **QUICK)
+    assert layer.rows is None and not hasattr(layer, "newest")
+    assert (list(vars(layer)), layer.state_dict()) == before and not layer._non_persistent_buffers_set
+    layer(X)
+    assert len(layer.rows) == 1
+
+
 def averaging_loss():
     average, number = [1.0], 0
 
