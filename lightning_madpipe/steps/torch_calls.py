@@ -11,6 +11,7 @@ calls are given are compared between these.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections import Counter, defaultdict
@@ -242,9 +243,13 @@ def _read(of_parts: Sequence[Numbers]) -> list[Numbers]:
 
 
 def _differ(numbers: list[Any], others: list[Any]) -> bool:
-    # What comes more often, as in a loop over samples, is no other number. NaN is none that differs from NaN.
-    pairs = zip(numbers, others, strict=False)
-    return any(one != other and not (one != one and other != other) for one, other in pairs)
+    # What comes more often, as in a loop over samples, is no other number.
+    return any(itertools.starmap(are_others, zip(numbers, others, strict=False)))
+
+
+def are_others(value: Any, other: Any) -> bool:
+    """Whether two numbers or texts are not the same; NaN is as NaN."""
+    return value != other and not (value != value and other != other)
 
 
 _KINDS: dict[int, int] = {}

@@ -57,7 +57,7 @@ from lightning_madpipe.steps.step_runs import StepRuns
 from lightning_madpipe.steps.step_side_effects import PLAIN, Change, Leftovers, Place, reached_objects
 from lightning_madpipe.steps.tensor_comparison import as_real, has_gradient
 from lightning_madpipe.steps.told_metrics import ToldMetrics
-from lightning_madpipe.steps.torch_calls import MOST_PLACES, TorchCalls, TriedCalls, UnlikeNumbers
+from lightning_madpipe.steps.torch_calls import MOST_PLACES, TorchCalls, TriedCalls, UnlikeNumbers, are_others
 from lightning_madpipe.steps.what_layers_set import LayerTraces
 from lightning_madpipe.steps.written_files import OpenFiles
 
@@ -549,7 +549,7 @@ class UserSteps:
         """
         now = {change.place: change.value for change in changes if change.place in self._alike}
         return any(
-            place not in now or place not in self._left_first or _are_others(now[place], self._left_first[place])
+            place not in now or place not in self._left_first or are_others(now[place], self._left_first[place])
             for place in {*now, *self._left_first}
         )
 
@@ -928,10 +928,6 @@ class UserSteps:
         if sentence not in self._told:
             self._told.add(sentence)
             warnings.warn(f"madpipe: {sentence}", stacklevel=2)
-
-
-def _are_others(value: Any, other: Any) -> bool:
-    return value != other and not (value != value and other != other)  # NaN is as NaN
 
 
 def _nothing_of(outputs: Any) -> Tensor:

@@ -25,9 +25,9 @@ class Node:
     """A module within a layer."""
 
     kind: tuple[str, str]
-    """Its class: the module that defines it, and its qualified name."""
+    """The class of the module: the file of Python that defines it, as it is imported, and its qualified name."""
     children: tuple[tuple[str, str | None], ...]
-    """Its children: their names, and the paths by which they are known, which several may share."""
+    """The modules right below this one: their names, and their paths in the layer, which several may share."""
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
     training: bool
