@@ -493,6 +493,80 @@ class Back(Borrowing):
         return x @ self.weight
 
 
+class Statistics(nn.BatchNorm1d):
+    """Running statistics without weights."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, affine=False)
+
+
+class Constant(nn.Module):
+    """A buffer that nothing changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.table
+
+
+class Around(nn.Module):
+    """A layer that is given another one."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.linear = inner, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.linear(x))
+
+
+def shared_in_five_ways(name: str) -> list[Any]:
+    """Twelve layers: 1 and 6 share what they are given, and so do 2 and 7, 3 and 8, 4 and 9, 5 and 10."""
+    kinds = [type(f"Statistics{name}{number}", (Statistics,), {}) for number in range(5)]
+    first, second, third, fourth = (kind() for kind in kinds[:4])
+    tie = TiedLayerSpec(name, kinds[4], tied_weight_attr=[])
+    pairs = [
+        (first, first), (LayerSpec(Around, second), LayerSpec(Around, second)),
+        (lambda x: third(x), lambda x: third(x)), (fourth, lambda x: fourth(x)), (tie, tie),
+    ]  # fmt: skip
+    both = zip(*pairs, strict=True)
+    return [LayerSpec(nn.Linear, 8, WIDTH), *next(both), *next(both), LayerSpec(nn.Linear, WIDTH, 4)]
+
+
+def buffers_that_layers_of_several_stages_share(_: Path) -> None:
+    """Copies of running statistics on several ranks counted fewer batches, and nothing was said."""
+    data = batches(2)
+
+    def told_of(layers: list[Any], **options: Any) -> list[str]:
+        engine, _, _ = start(layers, optimizer=adam, **options)
+        with said_here() as said:
+            engine.eval_batch(iter(data[0]))
+            train(engine, data)
+        return sorted(line for lines in gather_objects(said) for line in lines if " share one " in line)
+
+    plan = plans.plan_of(
+        plans.chain_of(12), plans.platform_of(2), [0, 2, 6, 12], (0, 1, 0),
+        orders=plans.depth_first((0, 1, 0), NUM_MICRO_BATCHES, 3),
+    )  # fmt: skip
+    for name, options in (("OfRanks", {"method": [0, 6, 12]}), ("OfStages", {"plan": plan})):
+        told = told_of(shared_in_five_ways(name), **options)
+        assert len(told) == 5, told
+        for number, line in enumerate(told):
+            assert line.startswith(f"layers {1 + number} and {6 + number} share one Statistics{name}{number}"), (
+                told
+            )
+            apart = name == "OfRanks" or number
+            assert ("each rank has a copy" if apart else "changes the order") in line, line
+            assert "running_mean, running_var" in line, line
+    one, table = Statistics(), Constant()
+    blocks, ends = [seeded(Block, WIDTH) for _ in range(2)], (seeded(nn.Linear, 8, WIDTH), nn.Linear(WIDTH, 4))
+    assert not told_of([ends[0], table, Statistics(), *blocks, table, Statistics(), ends[1]], method=cut())
+    assert not told_of([ends[0], nn.Sequential(one, *blocks, one), ends[1]], method=[0, 2, 3])
+    assert max(gather_objects(int(one.num_batches_tracked))) == 2 * len(data) * NUM_MICRO_BATCHES
+
+
 # Layers with several parameters
 
 
@@ -2079,7 +2153,7 @@ CASES = [
     data_in_memory_that_is_filled_again, labels_that_a_loss_writes, labels_that_a_loss_writes_in_inference_mode,
     replaced_at_the_end_of_a_step, schedules_and_instructions_that_were_replaced, data_that_the_first_stage_sends,
     layers_with_several_parameters, a_module_that_stands_at_several_places, weights_that_are_shared_otherwise,
-    a_cut_of_deepspeeds_with_copies_of_different_classes,
+    buffers_that_layers_of_several_stages_share, a_cut_of_deepspeeds_with_copies_of_different_classes,
     a_tied_copy_without_a_gradient, weights_of_a_tie_that_it_does_not_name, tied_layers_of_different_classes,
     tied_layers_of_different_classes_in_other_runs,
     the_loss_that_an_engine_keeps,

@@ -163,6 +163,32 @@ def _what_functions_share(specs: Sequence[Any], owners: dict[nn.Parameter, int])
     return ""
 
 
+def modules_before_building(spec: Any) -> list[nn.Module]:
+    """The modules that a layer has before it is built: another layer may have them, too."""
+    if isinstance(spec, nn.Module):
+        return [spec]
+    if isinstance(spec, TiedModule):
+        return [spec.module]
+    given = [spec.module_args, spec.module_kwargs] if isinstance(spec, LayerSpec) else []
+    return [held for held in _reached(given) if isinstance(held, nn.Module)]
+
+
+def modules_used_by(function: Any, owners: dict[int, int]) -> list[nn.Module]:
+    """The modules that a layer uses that is a function; of one with parts of several layers, those that it names.
+
+    Args:
+        owners: A layer that has a part, by the part's ``id``.
+    """
+    if isinstance(function, nn.Module | LayerSpec):
+        return []
+    names, found = _names_in(function), list[nn.Module]()
+    for held in _reached(_held_by(function)):
+        if isinstance(held, nn.Module):
+            whole = len({owners[id(part)] for part in held.modules() if id(part) in owners}) > 1
+            found += [child for name, child in held.named_children() if name in names] if whole else [held]
+    return found
+
+
 def _used_by(function: Any, owners: dict[nn.Parameter, int]) -> Iterator[nn.Module | nn.Parameter]:
     """What a function holds; of a module of many, such as the whole model, the children that it names."""
     names = _names_in(function)

@@ -37,6 +37,7 @@ from deepspeed_partition.engine.pipeline.recomputed_attributes import (
     tell_of_second_runs,
 )
 from deepspeed_partition.engine.pipeline.second_forward import SecondForward
+from deepspeed_partition.engine.pipeline.shared_buffers import SharedBuffers
 from deepspeed_partition.engine.pipeline.shared_weights import WAY_OUT, listed, places_of_repeated, why_not_apart
 from deepspeed_partition.engine.pipeline.tied_copies import own_copies, several_of_a_key
 from deepspeed_partition.engine.runtime.random_state import drawn_state
@@ -78,8 +79,10 @@ class StagesModule(deepspeed.pipe.PipelineModule):
     """Whether it was said that layers run twice."""
     _shared_things: SharedThings | None = None
     """What layers of different stages can reach beside their outputs, on this cut."""
-    _stages_looked_at: set[int]
-    """The stages of which it was told what their layers change of it."""
+    _shared_buffers: SharedBuffers
+    """Modules with buffers that layers of different stages have, on this cut."""
+    _stages_looked_at: set[tuple[int, bool]]
+    """The stages of which it was told what their layers change of it, and whether that was in training."""
     is_checkpointable_results_interval: int | None
     _listed: list[Any]
     """The layers of all stages of this rank, as a script finds them and may put others in their places."""
@@ -219,7 +222,7 @@ class StagesModule(deepspeed.pipe.PipelineModule):
     def let_go(self) -> None:
         """Forget the layers, before others take their places."""
         self._functions.clear()
-        for name in ("_watched_blocks", "_shared_things"):
+        for name in ("_watched_blocks", "_shared_things", "_shared_buffers"):
             self.__dict__.pop(name, None)
 
     def _show(self, stage: int) -> None:
@@ -301,13 +304,15 @@ class StagesModule(deepspeed.pipe.PipelineModule):
         own = self.__dict__
         if own.get("_shared_things") is None:
             own["_shared_things"], own["_stages_looked_at"] = self._things_of_layers(), set()
+            own["_shared_buffers"] = self._buffers_of_layers()
         shared, stage = own["_shared_things"], self._shown
+        look = stage, self.training
         try:
-            if stage in self._stages_looked_at:
+            if look in self._stages_looked_at:
                 return self._run(forward_input)
-            with shared.told(stage):
+            with shared.told(stage), self._shared_buffers.told(stage):
                 outputs = self._run(forward_input)
-            self._stages_looked_at.add(stage)
+            self._stages_looked_at.add(look)
             return outputs
         except MISSED as error:
             explained = shared.explained(error, stage)
@@ -322,12 +327,21 @@ class StagesModule(deepspeed.pipe.PipelineModule):
 
     def _things_of_layers(self) -> SharedThings:
         """What the layers of several stages can reach; those of this rank are looked at as they were built."""
-        layers = list(self._layer_specs)
-        for stage in self.own_stages:
-            first = self.allocation.stages[stage].layers[0]
-            layers[first : first + len(self._functions[stage])] = self._functions[stage]
-        stages = [number for number, stage in enumerate(self.allocation.stages) for _ in range(*stage.layers)]
-        return SharedThings(layers, stages)
+        built = self._built_layers()
+        layers = [built.get(place, spec) for place, spec in enumerate(self._layer_specs)]
+        return SharedThings(layers, self._stage_of_layers())
+
+    def _buffers_of_layers(self) -> SharedBuffers:
+        stages = self._stage_of_layers()
+        return SharedBuffers(self._layer_specs, self._built_layers(), stages, self.device_of_stage)
+
+    def _built_layers(self) -> dict[int, Any]:
+        """The layers of this rank by their places."""
+        stages = [(self.allocation.stages[stage].layers[0], self._functions[stage]) for stage in self.own_stages]
+        return {first + place: each for first, functions in stages for place, each in enumerate(functions)}
+
+    def _stage_of_layers(self) -> list[int]:
+        return [number for number, stage in enumerate(self.allocation.stages) for _ in range(*stage.layers)]
 
     def _forward(self, forward_input: Any) -> Any:
         """Run the ``forward`` of the class of the module, which may be a program's own, around the layers."""
