@@ -801,7 +801,7 @@ class MadPipeEngine(ResumingEngine):
             measured = copy_of_micro_batch(micro_batch)  # a loss function may write into its labels
             self.data_iterator = self.batch_data.give_again([measured, micro_batch], self.data_iterator)
         self._reserve_pipe_buffers(1)
-        self._exec_load_micro_batch(0)
+        type(self)._exec_load_micro_batch(self, 0)
         inputs, labels = self.pipe_buffers["inputs"][0], self.pipe_buffers["labels"][0]
         self.pipe_buffers["inputs"][0] = self.pipe_buffers["labels"][0] = None
         return inputs, labels

@@ -27,7 +27,7 @@ from torch import nn
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule, TiedModule
 from deepspeed_partition.engine.engine import initialize_with
 from deepspeed_partition.engine.pipeline import asked_ranks
-from deepspeed_partition.engine.pipeline.replaced_instructions import AT_THE_END
+from deepspeed_partition.engine.pipeline.replaced_instructions import AT_THE_END, METHODS
 from deepspeed_partition.engine.runtime import environment
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.planner.errors import PlanMismatchError
@@ -820,6 +820,16 @@ def schedules_and_instructions_that_were_replaced(_: Path) -> None:
         assert engine.runs_lists == runs_lists and engine.module.parts == cut()
         found = engine.num_reduced if runs_lists else engine.num_forwards
         assert found == len(data) * (1 if runs_lists else NUM_MICRO_BATCHES)
+
+
+def instructions_that_a_script_sets_on_the_engine(_: Path) -> None:
+    """DeepSpeed does not look at the object. Most of them were called, so that a script trained otherwise."""
+    data, calls = batches(4), list[str]()
+    engine, _, _ = start(mlp(), "madpipe", planned(cut(), warmup_steps=2), optimizer=adam)
+    for name in METHODS.values():
+        setattr(engine, name, lambda *_, name=name, **__: calls.append(name))
+    same(train(engine, data), train_alone(mlp(), data, adam))
+    assert engine.module.parts == cut() and engine.runs_lists and not calls, calls
 
 
 # Data that comes from the other end of the pipeline
@@ -2151,7 +2161,8 @@ CASES = [
     what_hinders_a_move_is_refused_before_the_warm_up,
     checkpoints_that_begin_at_words, batch_normalization_in_half_precision,
     data_in_memory_that_is_filled_again, labels_that_a_loss_writes, labels_that_a_loss_writes_in_inference_mode,
-    replaced_at_the_end_of_a_step, schedules_and_instructions_that_were_replaced, data_that_the_first_stage_sends,
+    instructions_that_a_script_sets_on_the_engine, replaced_at_the_end_of_a_step,
+    schedules_and_instructions_that_were_replaced, data_that_the_first_stage_sends,
     layers_with_several_parameters, a_module_that_stands_at_several_places, weights_that_are_shared_otherwise,
     buffers_that_layers_of_several_stages_share, a_cut_of_deepspeeds_with_copies_of_different_classes,
     a_tied_copy_without_a_gradient, weights_of_a_tie_that_it_does_not_name, tied_layers_of_different_classes,

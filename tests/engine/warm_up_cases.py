@@ -57,7 +57,7 @@ def heard() -> Iterator[list[str]]:
 
 def leaves_nothing(engine: MadPipeEngine, data: list[Any]) -> None:
     """No stand-in, and nothing that would look at another step."""
-    assert engine._pending.warm_up is None and "_exec_optimizer_step" not in vars(engine)
+    assert engine._pending.warm_up is None and engine.around_optimizer_step is None
     assert engine.module.loss_fn is pipelines.loss_fn
     for stage in engine.module.own_stages:
         for function in engine.module._functions[stage]:

@@ -89,7 +89,9 @@ class AnyBoundaryEngine(PipelineEngine):
                 if self.is_first_stage() and not self.is_last_stage():
                     self._send_tensor_meta(NO_BOUNDARY, self.next_stage)
                 elif not self.is_first_stage() and self._num_received == 0:
-                    self._exec_recv_activations(buffer_id)  # what the stage before says must not wait here
+                    type(self)._exec_recv_activations(
+                        self, buffer_id
+                    )  # what the stage before says must not wait here
             raise self._data_ended() from None
         self._num_loaded += 1
         if self.is_first_stage() and self.owns_cut and not self.dynamic_shape:

@@ -166,6 +166,9 @@ class AnyPlanEngine(AnyBoundaryEngine):
     """What times the steps, where somebody has asked to know of them."""
     watches_programs = True
     """Whether the engine looks at what layers and the loss ask and keep beside themselves; a host may do so."""
+    around_optimizer_step: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    """What runs the optimizer's step while a warm-up times it: is given the step, and returns what runs in its
+    place."""
     loss_cost: LossCost | None = None
     """What the loss of one batch costs, on the rank of the last stage, where it was tried."""
 
@@ -465,6 +468,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
     def end_batch(self, *, reduces: bool = True, steps: bool = True) -> None:
         """Reduce the gradients of a batch and step the optimizer, by what stands for these instructions.
 
+        As in DeepSpeed, a function that a script sets on the engine object in their place is not called.
+
         Args:
             reduces: whether gradients are reduced; else they were before.
             steps: whether the optimizer is stepped; else it is later.
@@ -473,7 +478,9 @@ class AnyPlanEngine(AnyBoundaryEngine):
         for kind, name in AT_THE_END.items():
             if not (steps if kind is schedule.OptimizerStep else reduces):
                 continue
-            run = MethodType(replaced[kind], self) if kind in replaced else getattr(self, name)
+            run: Callable[..., Any] = MethodType(replaced.get(kind, getattr(type(self), name)), self)
+            if kind is schedule.OptimizerStep and self.around_optimizer_step is not None:
+                run = self.around_optimizer_step(run)
             is_of_ties = kind is schedule.ReduceTiedGrads
             with self._ties_reduced() if is_of_ties else nullcontext():
                 run()
@@ -740,7 +747,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
                     Message("F", stage, number), slot, devices, self._passes.forward(inputs.clone())
                 )
             return
-        self._exec_forward_pass(slot)
+        type(self)._exec_forward_pass(self, slot)
         buffers["inputs"][slot] = None
         if not is_last:
             outputs, buffers["outputs"][slot] = buffers["outputs"][slot], None
@@ -809,7 +816,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
                 self._passes.backward_of_loss(loss)
             else:
                 self.loss = loss
-                self._exec_backward_pass(slot)
+                type(self)._exec_backward_pass(self, slot)
         else:
             # Nothing here holds the gradients: the first layer that needs them no more frees them.
             roots, gradients = state.departed.pop(slot).roots(
@@ -821,7 +828,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
             else:
                 [root] = roots or [torch.zeros(())]
                 self.pipe_buffers["outputs"][slot], self.grad_layer = root, torch.ones_like(root)
-                self._exec_backward_pass(slot)
+                type(self)._exec_backward_pass(self, slot)
         if not self._is_plain:
             self.grad_layer = self.loss = None
             self.pipe_buffers["outputs"][slot] = self.pipe_buffers["labels"][slot] = None

@@ -251,8 +251,8 @@ class WarmUp:
                     if loss_fn is not None:
                         timed_loss = measuring.loss(module._num_layers - 1, loss_fn)
                         shown.enter_context(shown_as(module, "loss_fn", stand_in(loss_fn, timed_loss)))
-                    timed_step = measuring.clock.timed_optimizer(engine._exec_optimizer_step)
-                    shown.enter_context(shown_as(engine, "_exec_optimizer_step", timed_step))
+                    timed_optimizer = measuring.clock.timed_optimizer
+                    shown.enter_context(shown_as(engine, "around_optimizer_step", timed_optimizer))
                     for name in ("clear_lp_grads", "update_hp_grads") if engine.using_bf16_optimizer else ():
                         timed = measuring.clock.timed_accumulation(
                             getattr(engine.optimizer, name), shares_of_gradients(originals, module._local_start)
