@@ -2109,6 +2109,41 @@ def halved_forward(self: Any, inputs: Any) -> Any:
     return outputs * 0.5 if self._local_stop == self._num_layers else outputs
 
 
+class Hooked(Block):
+    """A layer with a hook that it has registered itself."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.calls: list[None] = []
+        self.register_forward_hook(lambda layer, *_: layer.calls.append(None))
+
+
+def hooks_on_the_pipeline_module(_: Path) -> None:
+    """They run for each stage of a plan, as DeepSpeed's for its own, and nothing was said; a layer's run once."""
+    data, calls = batches(2), list[None]()
+
+    def of_whole(*_: Any) -> None:
+        calls.append(None)
+
+    engine, _, _ = start([*mlp()[:-1], LayerSpec(Hooked, WIDTH), mlp()[-1]], [0, 4, 9], optimizer=two_groups)
+    with said_here() as said:
+        train(engine, data[:1])
+    assert not [line for line in said if "for each stage" in line], said
+    hooked = [len(each.calls) for each in engine.module.modules() if isinstance(each, Hooked)]
+    assert [each for of_rank in gather_objects(hooked) for each in of_rank] == [NUM_MICRO_BATCHES]
+    engine, _, _ = start(mlp(), looped(), optimizer=two_groups, module_class=Halving)
+    engine.module.register_forward_hook(of_whole)
+    with said_here() as said:
+        train(engine, data)
+    assert len(calls) == len(engine.module.own_stages) * len(data) * NUM_MICRO_BATCHES
+    told = sorted(line for lines in gather_objects(said) for line in lines if "for each stage" in line)
+    assert [line.partition(" of the")[0] for line in told] == [
+        "the forward hook of_whole",
+        "the method Halving.forward",
+    ]
+    assert all("3 stages on 2 ranks" in line for line in told), told
+
+
 def loss_of_halves(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return loss_fn(outputs * 0.5, labels)
 
@@ -2146,7 +2181,7 @@ def modules_with_a_forward_of_their_own(_: Path) -> None:
 
 CASES = [
     layers_that_are_frozen_when_they_move,
-    modules_with_a_forward_of_their_own,
+    hooks_on_the_pipeline_module, modules_with_a_forward_of_their_own,
     outputs_that_no_stage_hands_on, an_optimizer_around_another_one, gradients_that_are_there_before_a_step,
     calls_on_one_rank, layers_that_ask_for_their_rank_are_named,
     layers_that_ask_for_their_rank_when_built_are_named,

@@ -9,7 +9,7 @@ ranks, where a cut of MadPipe's runs in fp32 without ZeRO.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -263,22 +263,24 @@ def run_by(optimizer: Any) -> list[str]:
     }
     for kind, (of_all, own) in tables.items():
         for hook in (*getattr(torch_optimizer, of_all, {}).values(), *getattr(optimizer, own, {}).values()):
-            if not _is_of_library(hook):
-                found.append(f"{kind} {_name(hook)}")
+            if not is_of_library(hook):
+                found.append(f"{kind} {name_of_function(hook)}")
     step = getattr(optimizer, "__dict__", {}).get("step")
     step = getattr(step, "__wrapped__", step)  # a schedule's counter of steps is around it
-    if step is not None and step is not type(optimizer).step and not _is_of_library(step):
-        found.append(f"the replaced step {_name(step)}")
+    if step is not None and step is not type(optimizer).step and not is_of_library(step):
+        found.append(f"the replaced step {name_of_function(step)}")
     return found
 
 
-def _is_of_library(function: Callable[..., Any]) -> bool:
+def is_of_library(function: Any) -> bool:
+    """Whether a function, or the class of an object that is called, is torch's, a host's or ours."""
     named = _inner(function)
     named = named if hasattr(named, "__qualname__") else type(named)
     return (getattr(named, "__module__", None) or "").partition(".")[0] in LIBRARIES
 
 
-def _name(function: Callable[..., Any]) -> str:
+def name_of_function(function: Any) -> str:
+    """How a program calls a function: its name without the functions around it, or its class."""
     named = _inner(function)
     return getattr(named, "__qualname__", type(named).__name__).rpartition("<locals>.")[2]
 

@@ -24,6 +24,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from deepspeed_partition.engine.pipeline.around_stages import tell_what_runs_for_each_stage
 from deepspeed_partition.engine.pipeline.asked_ranks import ranks_told
 from deepspeed_partition.engine.pipeline.batch_attempt import Batch
 from deepspeed_partition.engine.pipeline.batch_programs import program_of
@@ -402,6 +403,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
         return self.program(micro_batches, trains=False)
 
     def _exec_schedule(self, program: Any) -> None:
+        if isinstance(self.module, StagesModule) and self.owns_cut:
+            tell_what_runs_for_each_stage(self.module, len(self.module.device_of_stage), self.num_stages)
         if not self.runs_lists:
             self._lockstep.begin_batch(min(self._pipelines()[self.grid.data_parallel_id]))
             with self._lockstep.ended_by_errors(), shown_as(self, "_INSTRUCTION_MAP", instructions_of(self)):
