@@ -10,15 +10,18 @@ from typing import Any
 
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
+from torch import nn
 
 from deepspeed_partition.engine import PipelineModule
 from deepspeed_partition.engine.pipeline.module import TooManyStagesError
+from deepspeed_partition.engine.pipeline.parts import tensors_by_name
 from deepspeed_partition.engine.repartition.layer_moves import begin_anew_if_changed, exchange_layers, has_layers
-from deepspeed_partition.engine.runtime.collectives import reduced
+from deepspeed_partition.engine.runtime.collectives import gather_objects, reduced
 from deepspeed_partition.engine.runtime.environment import announce, warn_once
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
 from deepspeed_partition.planner.units import format_bytes
 from deepspeed_partition.profiling.sources import users_names
+from lightning_madpipe.checkpoint.layers_on_rank_zero import BESIDE
 from lightning_madpipe.checkpoint.weight_copies import WAY_OUT, WeightCopies
 from lightning_madpipe.checkpoint.whole_model import LayersOfUser, can_be_whole
 from lightning_madpipe.compat.callback_patches import whole_module
@@ -112,7 +115,10 @@ class SpreadModel:
         module, pipeline, call = self.module, self.pipeline, layers_of(self.module, captured)
         self.buffers = SharedBuffers([module, *(layer for _, layer in call.existing_modules())])
         if pipeline is not None:
-            if pipeline.num_stages == num_stages and has_layers(pipeline, call.layers):
+            is_same = pipeline.num_stages == num_stages and has_layers(pipeline, call.layers)
+            self._refuse_layers_of_one_rank(is_same)
+            if is_same:
+                self.hand_back()
                 exchange_layers(pipeline, call.layers)
                 if plan is not None:
                     # The cut is that of the Trainer before, and this one asks for its own plan.
@@ -152,6 +158,7 @@ class SpreadModel:
         object.__setattr__(module, HOLDER, PipelineHolder(pipeline))
         pipeline.elsewhere.hide()
         pipeline.is_whole = False
+        pipeline.layers_of_user.on_rank_zero.note(None)
         ignored = {*vars(self._lightning.module_class()), HOLDER}
         self._copies = WeightCopies(module, lambda: named_owners(module), ignored, pipeline)
         pipeline.when_layers_moved = self._follow_layers
@@ -160,6 +167,34 @@ class SpreadModel:
         # Lightning's summary would run it through the whole model, of which this rank has a part.
         if module.example_input_array is not None:
             pipeline.example_input_array, module.example_input_array = module.example_input_array, None
+
+    def _refuse_layers_of_one_rank(self, is_same: bool) -> None:
+        """Refuse layers that some ranks have replaced since the run before, and others not. Collective.
+
+        Args:
+            is_same: Whether this rank has the same layers.
+        """
+        with_others = [rank for rank, same in enumerate(gather_objects(is_same)) if not same]
+        if 0 < len(with_others) < dist.get_world_size():
+            raise self._lightning.refusal(
+                f"rank {with_others[0]} has other layers of this {type(self.module).__name__} than in the run "
+                "before, and other ranks have those: call trainer.strategy.gather_model() on every rank, and "
+                "change layers on every rank"
+            )
+
+    def hand_back(self) -> None:
+        """Let what a script has changed on rank 0, where that alone has all layers, be on their ranks. Collective.
+
+        Raises:
+            MisconfigurationException: it has other tensors there.
+        """
+        layers = self.pipeline.layers_of_user
+        try:
+            if layers.on_rank_zero.is_there:
+                with in_reach(self.module):
+                    layers.on_rank_zero.hand_back(self._layers_and_beside())
+        except ValueError as error:
+            raise self._lightning.refusal(str(error)) from None
 
     def begin_anew_if_changed(self) -> None:
         """Let a fit that trains other weights than the one before be measured and planned anew. Collective.
@@ -236,6 +271,9 @@ class SpreadModel:
             return
         with pipeline.elsewhere.lifted():
             reason = pipeline.layers_of_user.gather(place)
+            if reason is None:
+                on_rank_zero = self._layers_and_beside() if place == "rank_zero" else None
+                pipeline.layers_of_user.on_rank_zero.note(on_rank_zero)
         if reason is not None:
             announce(
                 f"the whole model is not put on {place.replace('_', ' ')}, because {reason}: each rank keeps its "
@@ -254,6 +292,17 @@ class SpreadModel:
             if pipeline.example_input_array is not None:
                 module.example_input_array = pipeline.example_input_array
         pipeline.when_layers_moved()  # on every rank: those that stay spread give theirs
+
+    def _layers_and_beside(self) -> dict[str, nn.Module]:
+        """All layers by their names in the pipeline, and what the module has beside them."""
+        layers = self.pipeline.layers_of_user.layers()
+        of_layers = {id(tensor) for layer in layers.values() for tensor in tensors_by_name(layer).values()}
+        beside = nn.Module()
+        for name, tensor in tensors_by_name(self.module).items():
+            if id(tensor) not in of_layers:
+                table: dict[str, Any] = beside._parameters if isinstance(tensor, nn.Parameter) else beside._buffers
+                table[name] = tensor  # a name with dots, which torch's functions refuse
+        return {**layers, BESIDE: beside}
 
     def stay_spread(self, sentence: str) -> None:
         """Leave each rank with its own layers after a run; ``sentence`` is said to whoever reads another one."""

@@ -456,10 +456,10 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         self.config, self._config_initialized = copy.deepcopy(self._given_config), False
         self._init_config_if_needed()
         self.precision_plugin = leave_types(self.precision_plugin)
-        if pipeline_of(module) is None and self.world_size > 1:
-            pipelines = self.world_size // self._resolved_num_stages()
+        if self.world_size > 1:
+            pipelines, is_new = self.world_size // self._resolved_num_stages(), pipeline_of(module) is None
             ignored = vars(self._lightning.module_class())
-            if unlike := compare_ranks(module, ignored, self.global_rank, pipelines):
+            if unlike := compare_ranks(module, ignored, self.global_rank, pipelines, is_new=is_new):
                 raise self._lightning.refusal(unlike)
         captured = cache(
             lambda: captured_layers(trainer, module, self._lightning, self._resolved_num_micro_batches())
@@ -685,6 +685,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             return  # a notebook gets it whole
         self._wait_for_all("trainer.strategy.gather_model()", GATHERED_BY_ALL)
         if not self._spread.is_whole_everywhere():
+            self._spread.hand_back()
             self._spread.gather("every_rank", is_rank_zero=self.is_global_zero)
         if not self.pipeline.is_whole:
             raise self._lightning.refusal(

@@ -125,6 +125,7 @@ class Checkpointing(DeepSpeedStrategy):
         collect = checkpoint_folders.consolidated_state if self._dumps_weights else checkpoint_folders.local_state
         if self._dumps_weights and self.pipeline.num_stages > 1:
             self._wait_for_all("trainer.strategy.lightning_module_state_dict()", GATHERED_FROM_ALL)
+            self._spread.hand_back()
         # Who looks at what a hook makes of its rank's weights is not to take the whole for a part.
         with self.pipeline.layers_of_user.lent(), torch._C.DisableTorchFunction():
             state = collect(self._module, self.pipeline, self._names)
@@ -150,6 +151,7 @@ class Checkpointing(DeepSpeedStrategy):
             self._meet()
         self._wait_for_all("trainer.save_checkpoint()", SAVED_BY_ALL)
         self._rest_before_checkpoint()
+        self._spread.hand_back()
         self._dumps_weights = bool(weights_only)
         try:
             with self.pipeline.layers_of_user.lent():

@@ -33,6 +33,7 @@ from deepspeed_partition.engine.runtime.collectives import gather_objects, recei
 from deepspeed_partition.engine.warmup.run_platform import machine_memory_bytes
 from deepspeed_partition.planner.units import format_bytes
 from deepspeed_partition.tensor_values import bytes_view
+from lightning_madpipe.checkpoint.layers_on_rank_zero import LayersOnRankZero, TensorInfo
 from lightning_madpipe.module import TiedModule
 
 PLACES = ("every_rank", "rank_zero", "none")
@@ -76,15 +77,6 @@ class Group(NamedTuple):
     """What the engine has in their place: those of this rank, or a flat tensor of them."""
 
 
-class TensorInfo(NamedTuple):
-    """What a receiver must know about a tensor that it is sent."""
-
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
-    requires_grad: bool
-
-
 class LayersOfUser:
     """The tensors of a pipeline's layers, in the form that the user has them in, and in the engine's.
 
@@ -98,6 +90,8 @@ class LayersOfUser:
         self._loans: list[Loan] = []
         self._groups: list[Group] = []
         self._fitting = False
+        self.on_rank_zero = LayersOnRankZero(pipeline)
+        """The layers of other ranks that rank 0 has, too."""
         self.are_with_engine = False
         """Whether the tensors of this rank's layers are as an engine needs them."""
 
@@ -112,7 +106,7 @@ class LayersOfUser:
         # Each with the tensor itself, so that no other one gets its number.
         self._before = {
             id(tensor): Before(tensor, tensor.dtype, tensor.data if low and tensor.is_floating_point() else None)
-            for layer in self._layers().values()
+            for layer in self.layers().values()
             for tensor in tensors_by_name(layer).values()
         }
         if fitting:
@@ -150,7 +144,7 @@ class LayersOfUser:
                 self._loans.append(Loan(tensor, tensor.data, attributes))
             if value is not None:
                 tensor.data = value
-        for layer in self._layers().values():  # those that were here, and left
+        for layer in self.layers().values():  # those that were here, and left
             for tensor in tensors_by_name(layer).values():
                 _without_engines_attributes(tensor)
         self._groups = [group._replace(of_engine=group.settings["params"]) for group in self._groups]
@@ -196,7 +190,7 @@ class LayersOfUser:
         """
         grid, allocation = self._pipeline.mpu(), allocation_of(self._pipeline)
         stage, group = grid.get_stage_id(), grid.get_pipe_parallel_group()
-        layers = self._layers()
+        layers = self.layers()
         # What only a LayerSpec knows has no place on ranks that don't run it.
         parts = [part for part in parts_of(self._pipeline) if _module_of(part.spec) is not None]
         owners = {part.name: part.owners(allocation) for part in parts}
@@ -224,7 +218,7 @@ class LayersOfUser:
             remember_attributes(layers.values(), again=True)
         return None
 
-    def _layers(self) -> dict[str, nn.Module]:
+    def layers(self) -> dict[str, nn.Module]:
         """All layers that this rank knows, by their names in the pipeline, also those that others run."""
         held = held_modules(self._pipeline)
         # Not `or`: a container without layers is false.
@@ -271,7 +265,7 @@ class LayersOfUser:
         ]
 
     def _bytes_to_allocate(self, arriving: Sequence[str], described: dict[str, list[TensorInfo]]) -> int:
-        layers = self._layers()
+        layers = self.layers()
         needed = 0
         for name in arriving:
             tensors = tensors_by_name(layers[name])

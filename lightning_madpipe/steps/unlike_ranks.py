@@ -52,18 +52,21 @@ Description = dict[str, str]
 """Values in words, by names that are the same on all ranks."""
 
 
-def compare_ranks(module: Any, ignored: Mapping[str, Any], rank: int, num_pipelines: int) -> str | None:
+def compare_ranks(
+    module: Any, ignored: Mapping[str, Any], rank: int, num_pipelines: int, *, is_new: bool
+) -> str | None:
     """Compare what the ranks have built, say which attributes differ, and return why they cannot train.
 
     Collective.
 
     Args:
-        module: The LightningModule, with all layers.
+        module: The LightningModule.
         ignored: Attributes that its user does not set.
         rank: The number of this process.
         num_pipelines: The number of pipelines, of which each may have attributes of its own.
+        is_new: Whether no run was before, so that all layers can be read.
     """
-    model, attributes = _model_of(module), _attributes_of(module, ignored)
+    model, attributes = _model_of(module) if is_new else {}, _attributes_of(module, ignored)
     digest = hashlib.sha256(repr((sorted(model.items()), sorted(attributes.items()))).encode()).digest()
     if len(set(gather_objects(digest))) == 1:
         return None

@@ -564,6 +564,114 @@ def _spread_and_cut_otherwise(host: cases.Host) -> dict[str, Any]:
     return {"refused": sentence, "then": refused(lambda: fitted(host, module, **again))}
 
 
+class Shifted(cases.Block):
+    """Has a buffer, a number of its own, and another course in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(cases.WIDTH))
+        self.factor = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.factor + self.shift + (0.0 if self.training else 0.25)
+
+
+class Adjusted(cases.Classifier):
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        self.blocks, self.gain = nn.ModuleList(Shifted() for _ in range(5)), 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.gain * super().training_step(batch, batch_idx)
+
+
+ON_RANK_ZERO = {**CUT, "whole_model": "rank_zero", "warmup_epochs": 0}
+
+
+def adjusted_on_rank_zero(host: cases.Host) -> dict[str, Any]:
+    """A script changes the model on rank 0, which alone has all of it, between runs and before it is saved."""
+    record: dict[str, Any] = {}
+    module, last = cases.seeded(Adjusted), [slice(0, 3), slice(1, 4), slice(2, 5)]
+    trainer = fitted(host, module, strategy=ON_RANK_ZERO, max_epochs=1)["trainer"]
+    for number in range(3):
+        if trainer.is_global_zero:
+            _adjust(module, last[number], number)
+        if number == 1:
+            path = host.folder / f"adjusted-{host.num_processes}.ckpt"
+            trainer.save_checkpoint(path, weights_only=True)
+            record["saved"] = _sums(torch.load(path, weights_only=False)["state_dict"])
+            _adjust(module, last[0], 4) if trainer.is_global_zero else None
+        trainer.test(module, cases.loader(21, seed=3), verbose=False)
+        record[f"test {number}"] = cases.end(trainer)["metrics"]
+        if trainer.is_global_zero:
+            _adjust(module, last[number], number + 5)
+        again = fitted(host, module, strategy=ON_RANK_ZERO, max_epochs=1)
+        record[f"fit {number}"], trainer = again["rows"], again["trainer"]
+    if trainer.is_global_zero:
+        _adjust(module, last[1], 9)
+    if host.pipelined:
+        trainer.strategy.gather_model()
+    record["gathered"] = _sums(module.state_dict())
+    tied = cases.seeded(cases.TiedLanguageModel)
+    words = DataLoader(TensorDataset(torch.arange(96).reshape(16, 6) % cases.VOCABULARY), batch_size=8)
+    for _ in range(2):
+        trainer = host.trainer(max_epochs=1, strategy={**ON_RANK_ZERO, "algorithm": [0, 3, 6]})
+        trainer.fit(tied, words)
+        if trainer.is_global_zero:
+            with torch.no_grad():
+                tied.embed.weight.mul_(0.5)
+    record["tied"] = cases.end(trainer)["metrics"]
+    return record
+
+
+def _adjust(module: Any, blocks: slice, number: int) -> None:
+    with torch.no_grad():
+        module.head.weight.mul_(0.5)
+        module.class_weights.add_(0.1)
+        module.embed.bias.data.add_(0.1)
+        for block in module.blocks[blocks]:
+            block.shift.add_(0.01 * number)
+            block.factor = 1.0 - 0.05 * number
+            block.train(number % 2 == 0)
+            block.linear.weight.requires_grad_(number % 3 > 0)
+
+
+def _sums(state: dict[str, torch.Tensor]) -> dict[str, float]:
+    return {name: value.double().sum().item() for name, value in state.items()}
+
+
+def layers_of_rank_zero(host: cases.Host) -> dict[str, Any]:
+    """Rank 0 alone has other layers, or layers with other tensors: refused; the same on all ranks: trained."""
+    record: dict[str, Any] = {}
+    for kind, where in (("layer", "head"), ("part", "linear"), ("parameter", "bias")):
+        module = cases.seeded(Adjusted)
+        trainer = fitted(host, module, strategy=ON_RANK_ZERO, max_epochs=1)["trainer"]
+        if trainer.is_global_zero:
+            _replace(module, where)
+        record[kind] = refused(lambda module=module: fitted(host, module, strategy=ON_RANK_ZERO, max_epochs=1))
+    module = cases.seeded(Adjusted)
+    trainer = fitted(host, module, strategy=ON_RANK_ZERO, max_epochs=1)["trainer"]
+    trainer.strategy.gather_model()
+    for where in ("head", "linear", "bias"):
+        _replace(module, where)
+    with Said() as said:
+        record["everywhere"] = refused(lambda: fitted(host, module, strategy=ON_RANK_ZERO, max_epochs=1))
+        assert not any("self.gain" in line for line in said.lines), said.lines
+        module.gain = 0.5 if trainer.is_global_zero else 1.0
+        fitted(host, module, strategy=ON_RANK_ZERO, max_epochs=1)
+    record["said"] = [line for line in said.lines if "self.gain" in line]
+    return record
+
+
+def _replace(module: Any, where: str) -> None:
+    if where == "head":
+        module.head = nn.Linear(cases.WIDTH, cases.NUM_CLASSES)
+    elif where == "linear":
+        module.blocks[4].linear = nn.Sequential(nn.Linear(cases.WIDTH, 5), nn.Linear(5, cases.WIDTH))
+    else:
+        module.blocks[3].linear.bias = None
+
+
 def ends_of(module: Any) -> dict[str, str]:
     inputs = torch.ones(1, cases.NUM_FEATURES)
     return {
@@ -808,6 +916,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         planned_otherwise,
         layers_that_keep,
         scripted_layers,
+        adjusted_on_rank_zero,
     ],
     4: [],
 }
@@ -819,6 +928,7 @@ ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         all_reasons,
         in_every_precision,
         whole_elsewhere,
+        layers_of_rank_zero,
         planned_again,
         specs_after_fit,
     ],

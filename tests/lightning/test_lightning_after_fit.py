@@ -24,7 +24,7 @@ def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     [
         "read_where_a_file_is_expected", "compiled_sequential", "whole_again", "optimizer_from_outside",
         "tied_and_metric", "types_stay", "compiled_again", "unfrozen_and_fitted_again", "planned_otherwise",
-        "layers_that_keep", "scripted_layers",
+        "layers_that_keep", "scripted_layers", "adjusted_on_rank_zero",
     ],
 )  # fmt: skip
 def test_two_stages_do_as_one_process(two: Records, case: str) -> None:
@@ -35,7 +35,8 @@ def test_two_stages_do_as_one_process(two: Records, case: str) -> None:
     ran the first one's cut without a word. Gradients from before a fit were added to those of its first step.
     What layers had set on themselves (counters, averages) was missing on ranks that had not run them, or was that
     of the time when they had, and the trained model computed something else on each rank without a word. Scripted
-    layers ended with an AttributeError.
+    layers ended with an AttributeError. What a script changed on rank 0 after ``whole_model="rank_zero"`` stayed
+    there.
     """
     assert_same(two.of(case), two.reference[case], tolerance=TOLERANCES.get(case, 1e-5))
 
@@ -110,6 +111,25 @@ def test_a_layer_that_did_not_come_back_cannot_be_read(two: Records) -> None:
     assert "cannot be put on every rank" in first["short"]["refused"]
     assert "has other layers now or is to run in num_stages=1" in first["other stages"]["refused"]
     assert first["other stages"]["then"] == HERE_IS
+
+
+@pytest.mark.parametrize(
+    "kind, words",
+    [
+        ("layer", "rank 0 has other layers of this Adjusted than in the run before"),
+        ("part", "layer '5' was changed on rank 0 alone"),
+        ("parameter", "its linear.bias is absent there and (12,) of float32 on rank 1, which runs it"),
+    ],
+)
+def test_layers_that_rank_0_alone_has_changed_are_refused(two: Records, kind: str, words: str) -> None:
+    """Ranks went on with other layers than rank 0, or waited for it."""
+    for rank in two.ranks:
+        record = rank["layers_of_rank_zero"]
+        assert words in record[kind] and "trainer.strategy.gather_model() on every rank" in record[kind]
+        assert record["everywhere"] == HERE_IS
+    said = [line for rank in two.ranks for line in rank["layers_of_rank_zero"]["said"]]
+    assert len(said) == 1, "on one rank, and in no run before the attribute differs"
+    assert "self.gain is 0.5 on rank 0 and 1.0 on rank 1" in said[0] and "Set the same on all ranks" in said[0]
 
 
 def test_a_call_on_one_rank_is_named_on_the_other(tmp_path: Path) -> None:

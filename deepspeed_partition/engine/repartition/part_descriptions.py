@@ -420,7 +420,7 @@ def only_what_changed(part: Part, held: nn.Module, build: Callable[[], nn.Module
         if existing not in _FIRST:
             return there
         new = new_paths(there.tree, _FIRST_TREES.get(existing, there.tree))
-        changed_since = _changed_since(existing, there)
+        changed_since = _changed_since(existing, there, _FIRST)
         return replace(there, attributes=changed_since | {path: there.attributes[path] for path in new})
     built = build()
     hidden, others = hidden_in(held), hidden_in(built)
@@ -531,12 +531,28 @@ def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def changed_attributes(layer: nn.Module) -> dict[str, dict[str, Any]]:
-    """What a layer has set on itself and its children since it was remembered, for :func:`set_attributes`.
+Fingerprints = Mapping[nn.Module, Mapping[str, Any]]
+"""What tells the attributes of modules from what they are after a change, by their names."""
+
+
+def fingerprints_of(layer: nn.Module) -> Fingerprints:
+    """Tell what a layer and its children have set on themselves now from what they change later."""
+    modules, there = {**dict(layer.named_modules()), **hidden_in(layer)}, describe(layer)
+    return WeakIdKeyDictionary(
+        {modules[path]: _fingerprints(modules[path], found) for path, found in there.attributes.items()}
+    )
+
+
+def changed_attributes(layer: nn.Module, since: Fingerprints | None = None) -> dict[str, dict[str, Any]]:
+    """What a layer has set on itself and its children, for :func:`set_attributes`.
 
     By the path of the module and the name of the attribute. What no other process can have is :class:`Staying`.
+
+    Args:
+        layer: The layer.
+        since: How it was then; None: when it was remembered.
     """
-    return _changed_since(layer, describe(layer))
+    return _changed_since(layer, describe(layer), _FIRST if since is None else since)
 
 
 def set_attributes(layer: nn.Module, changed: dict[str, dict[str, Any]]) -> None:
@@ -544,14 +560,14 @@ def set_attributes(layer: nn.Module, changed: dict[str, dict[str, Any]]) -> None
     take_attributes(layer, PartInfo([], (), changed, {}, {}))
 
 
-def _changed_since(layer: nn.Module, there: PartInfo) -> dict[str, dict[str, Any]]:
-    """What a layer has changed since it was remembered, such as a counter: only the rank that ran it has that."""
+def _changed_since(layer: nn.Module, there: PartInfo, fingerprints: Fingerprints) -> dict[str, dict[str, Any]]:
+    """What a layer has changed since then, such as a counter: only the rank that ran it has that."""
     changed: dict[str, dict[str, Any]] = {}
     hidden = hidden_in(layer)
     modules = {**dict(layer.named_modules()), **hidden}  # scripted ones have no get_submodule()
     for path, found in there.attributes.items():
         module = modules[path]
-        first = _FIRST.get(module)
+        first = fingerprints.get(module)
         if first is not None:
             now = _fingerprints(module, found)
             objects, own = _FIRST_OBJECTS.get(module, {}), vars(module)
