@@ -10,7 +10,7 @@ import sys
 import sysconfig
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from functools import cache
+from functools import cache, cached_property
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, NamedTuple
 
@@ -68,6 +68,8 @@ def function_of(value: Any) -> FunctionType | None:
     """The function of the program in a method, a property or a decorated function; None where there is none."""
     if isinstance(value, property):
         value = value.fget
+    elif isinstance(value, cached_property):
+        value = value.func
     function = function_in(attribute_of(value, "__func__", value))
     return None if function is None or is_librarys(function) else function
 
@@ -222,6 +224,7 @@ def function_in(value: Any) -> FunctionType | None:
         function = inspect.unwrap(value)
     except Exception:  # what it is around raises when it is looked at, or goes round in a circle
         return None
+    function = getattr(function, "__func__", function)  # a cache of an object's own is around its method
     return function if isinstance(function, FunctionType) else None
 
 
@@ -257,17 +260,18 @@ class CodeSearch:
     def read(self, code: Any, kind: type | None) -> None:
         """Find what a function reads, and the functions of the program that it calls."""
         function = function_of(code)
-        known = function is None or id(function) in self._seen or len(self._seen) >= MOST_FUNCTIONS
-        if function is None or known or not self._is_of_program(function.__module__):
+        if function is None or len(self._seen) >= MOST_FUNCTIONS or not self._is_of_program(function.__module__):
             return
-        self._seen.add(id(function))
-        self.functions.append(function)
         wrapper = attribute_of(code, "__func__", code)
-        if isinstance(wrapper, CACHE):
+        if isinstance(wrapper, CACHE) and not any(wrapper is each for each in self.caches.values()):
             written = shown = f"{function.__module__}.{function.__qualname__}()"
             while shown in self.caches:  # of another call of the function around it
                 shown = f"{written} {len(self.caches) + 1}"
             self.caches[shown] = wrapper
+        if id(function) in self._seen:
+            return
+        self._seen.add(id(function))
+        self.functions.append(function)
         self.written.update(names_in(function.__code__))
         for name in _defaults_of(function):
             self._keep(name)

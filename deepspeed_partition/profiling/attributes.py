@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from deepspeed_partition.cached_results import cache_kept
+from deepspeed_partition.cached_results import CACHE, cache_kept
 from deepspeed_partition.code_names import (
     CodeSearch,
     SlotsOf,
@@ -180,8 +180,7 @@ class HeldState:
 
         def restore(spared: Collection[Place]) -> None:
             for name, cache, put_back in caches:
-                if not put_back():
-                    say_of(name, cache)("its cache, which has a maxsize, has got results")
+                _put_cache_back(name, cache, put_back)
             for (table, remembered), (_, keys, _) in zip(before, self._each(buffers=buffers), strict=True):
                 for key in keys:
                     if key in table and key not in remembered and (id(table), key) not in spared:
@@ -367,9 +366,10 @@ class _Held:
                 self.add(member)
 
     def _read(self, code: Any, kind: type | None) -> None:
-        before, num_read = set(self._search.found), len(self._search.functions)
+        before, num_read, num_caches = set(self._search.found), len(self._search.functions), len(self.caches)
         self._search.read(code, kind)
         self._objects += [vars(function) for function in self._search.functions[num_read:]]
+        self._objects += [vars(cache) for cache in list(self.caches.values())[num_caches:]]
         for place, name in list(self._search.found.items()):
             if place not in before:
                 self.add(name.value)
@@ -536,6 +536,9 @@ class _Remembering:
         if isinstance(value, deque):
             queue = list(value)
             return lambda: _refill_queue(value, queue)
+        if isinstance(value, CACHE):
+            name, cache = self._name, cache_kept(value)
+            return lambda: _put_cache_back(name, value, cache)
         in_place = kept_in_place(value)
         if in_place is not None:
             return in_place
@@ -569,6 +572,11 @@ def _restored(remembered: Mapping[Any, Remembered]) -> dict[Any, Any]:
 
 def _nothing() -> None:
     pass
+
+
+def _put_cache_back(name: str, cache: Any, put_back: Callable[[], bool]) -> None:
+    if not put_back():
+        say_of(name, cache)("its cache, which has a maxsize, has got results")
 
 
 def _copy_back(tensor: torch.Tensor, copy: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -1125,6 +1125,55 @@ class Meter:
         self.total = 0.0
 
 
+class Cached(nn.Module):
+    """Keeps results that depend on how often it has computed one: in a cache, or in a dict."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.num_calls, self.num_computed = kind, 0, 0
+        self.results: dict[int, float] = {}
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.own = lru_cache(maxsize=None)(self._computed)
+
+    def _computed(self, number: int) -> float:
+        self.num_computed += 1
+        return 1 + self.num_computed / 10 + number / 100
+
+    @lru_cache(maxsize=10)  # noqa: B019
+    def of_class(self, number: int) -> float:
+        return self._computed(number)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        number = self.num_calls // (NUM_MICRO_BATCHES + 1)  # a step ends within the time of a result
+        if self.kind == "dict" and number not in self.results:
+            self.results[number] = self._computed(number)
+        kinds = {"dict": self.results.get, "own": self.own, "class": self.of_class, "pure": _raised_by}
+        return self.linear(x) * kinds[self.kind](number)
+
+
+@lru_cache(maxsize=10)
+def _raised_by(number: int) -> float:
+    return 1 + number / 10
+
+
+def results_in_caches_stay_where_a_layer_moves(_: Path) -> None:
+    """They were computed anew there, from what had changed, and nothing was said."""
+    data = batches(3)
+    for kind, words in (("own", "Cached._computed()"), ("class", "Cached.of_class()"), ("dict", ""), ("pure", "")):
+        layers = [*mlp()[:2], LayerSpec(Cached, kind), *mlp()[3:]]
+        engine, _, _ = start(layers, [0, 4, 8], optimizer=two_groups)
+        losses = train(engine, data[:1])
+        with said_here() as said:
+            engine.recut(cut())
+        losses += train(engine, data[1:])
+        told = [line for lines in gather_objects(said) for line in lines if "keeps results" in line]
+        assert len(told) == bool(words) and all(f"{words} keeps results" in line for line in told), (kind, told)
+        assert all("layer 2 (Cached)" in line and "self.results = {}" in line for line in told), told
+        if not words:
+            same(losses, train_alone(layers, data, two_groups))
+
+
 def counting_in(counts: dict[str, int], x: torch.Tensor, *, total: torch.Tensor) -> torch.Tensor:
     """A layer that counts in its arguments."""
     counts["n"] += 1
@@ -2188,7 +2237,7 @@ CASES = [
     a_tensor_that_is_returned_twice, tensors_of_one_memory,
     what_an_optimizer_keeps_of_its_weights_goes_with_them, what_an_optimizer_keeps_for_all_stays,
     optimizers_that_see_a_part, schedules_that_see_a_part,
-    layers_that_remember,
+    layers_that_remember, results_in_caches_stay_where_a_layer_moves,
     a_schedule_and_an_optimizer_that_are_set_later,
     attributes_and_hooks_of_layers_that_move, a_loss_over_all_parameters_is_said,
     layers_are_listed_between_steps, what_layers_count_goes_with_them, callables_go_with_what_they_hold,

@@ -57,6 +57,47 @@ def test_caches_are_as_before(most: int | None) -> None:
     assert [count() for count in (first, second, of_loss)] == [2, 2, 2]
 
 
+class Keeping(torch.nn.Module):
+    """Keeps results in a cache that is an attribute, counts in an attribute of another one, and has a property."""
+
+    total = 0
+
+    def __init__(self, most: int | None) -> None:
+        super().__init__()
+        self.calls = self.num_computed = 0
+        self.cached = functools.lru_cache(maxsize=most)(self._computed)
+
+    def _computed(self, number: int) -> int:
+        self.num_computed += 1
+        return self.num_computed
+
+    @functools.cached_property
+    def property(self) -> int:
+        Keeping.total += 1
+        return Keeping.total
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        return x * (self.cached(self.calls // 3) + 10 * _numbered(self.calls // 3) + 100 * self.property)
+
+
+@functools.cache
+def _numbered(number: int) -> int:
+    _numbered.num_calls = getattr(_numbered, "num_calls", 0) + 1
+    return int(_numbered.num_calls)
+
+
+@pytest.mark.parametrize("most", [None, 1000])
+def test_caches_of_layers_and_what_they_count_are_as_before(most: int | None) -> None:
+    _numbered.cache_clear()
+    vars(_numbered).pop("num_calls", None)
+    Keeping.total = 0
+    layer = Keeping(most)
+    with state_kept([], [layer]), attributes_kept([layer]):
+        assert [layer(1) for _ in range(4)] == [111, 111, 122, 122]
+    assert [layer(1) for _ in range(4)] == [111, 111, 122, 122]
+
+
 def test_a_cache_that_cannot_be_put_back_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(kept_values, "tell_once", lambda _, line: said.append(line))

@@ -23,6 +23,7 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
+from deepspeed_partition.cached_results import CACHE, may_differ
 from deepspeed_partition.code_names import (
     LIBRARIES,
     CodeSearch,
@@ -88,6 +89,24 @@ def names_beside(function: Any) -> list[Name]:
     return [name for name in _code_of(original_of(function)).found.values() if _is_data(name.value)]
 
 
+def differing_caches(function: Any) -> dict[str, Any]:
+    """The functions with a cache that a layer calls, and that may give another result another time, by name."""
+    function, found = original_of(function), {}
+    parts = [part for module in modules_of(function) for part in module.modules()]
+    for written, cached in _code_of(function).caches.items():
+        kind = next((type(part) for part in parts if _has_member(part, cached)), None)
+        own = CodeSearch(lambda module: not is_installed(module))
+        own.read(cached, kind)
+        if may_differ(own.functions, [name.value for name in own.found.values()]):
+            found[written] = cached
+    return found
+
+
+def _has_member(part: nn.Module, value: Any) -> bool:
+    """Whether a module, or its class, has a value as an attribute."""
+    return any(each is value for table in (part, *type(part).__mro__) for each in list(vars(table).values()))
+
+
 def _code_of(function: Any) -> CodeSearch:
     """The code of a layer, and what it names."""
     kind = _kind_of(function)
@@ -103,7 +122,7 @@ def _code_of(function: Any) -> CodeSearch:
         for part in module.modules():
             search.read(forward_of(part), type(part))
             for value in attributes_of(part).values():
-                if isinstance(value, FunctionType):
+                if isinstance(value, FunctionType | CACHE):
                     search.read(value, None)
     parts = (function.func, *function.args) if isinstance(function, functools.partial) else (function,)
     for each in parts:

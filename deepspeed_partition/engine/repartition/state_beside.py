@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from deepspeed_partition.code_names import Name
-from deepspeed_partition.engine.pipeline.beside_layers import name_of, names_beside
+from deepspeed_partition.engine.pipeline.beside_layers import differing_caches, name_of, names_beside
 from deepspeed_partition.engine.pipeline.stages import allocation_of, owner
 from deepspeed_partition.engine.repartition.object_states import ObjectState, object_state
 from deepspeed_partition.engine.repartition.part_descriptions import Sent, sendable, take
@@ -28,6 +28,13 @@ STAYS = (
     "{written} ({kind}), which {who} reads, has changed where that ran, and is another one on rank {rank}, which "
     "runs it now: numbers, tensors, arrays and containers of these go with a layer or a loss, and other objects "
     "only where they are attributes of it (self.meter = ...)"
+)
+
+
+CACHE_STAYS = (
+    "{written} keeps results (lru_cache), and those that {who} has got stay on rank {rank}, which no longer runs "
+    "it. It seems to read what changes, or to draw random numbers, so that results may be others: keep "
+    "them in a dict of the layer (self.results = {{}}), which goes with it"
 )
 
 
@@ -85,6 +92,7 @@ class StateBeside:
         for layer, function in self._functions():
             at = min(layer, last)
             if owner(present, at) == rank and owner(allocation, at) != rank:
+                self._tell_of_caches(layer, function, rank)
                 held = self._held.changed(layer, function)
                 found.setdefault(layer, []).extend(Changed(self._who(layer), *each) for each in held)
         everything: dict[int, list[Changed]] = {}
@@ -131,6 +139,13 @@ class StateBeside:
             yield from enumerate(module._functions[stage], first)
         if module.loss_fn is not None and not isinstance(module.loss_fn, nn.Module):  # which goes as layers do
             yield module._num_layers, module.loss_fn
+
+    def _tell_of_caches(self, layer: int, function: Any, rank: int) -> None:
+        """Say once which results in caches do not go with a layer, or with the loss function."""
+        for written, cached in differing_caches(function).items():
+            if cached.cache_info().currsize:
+                words = CACHE_STAYS.format(written=written, who=self._who(layer), rank=rank)
+                warn_once(f"cache stays/{written}/{layer}", words)
 
     def _who(self, place: int) -> str:
         module = self._module
