@@ -292,6 +292,7 @@ class SpreadModel:
             if pipeline.example_input_array is not None:
                 module.example_input_array = pipeline.example_input_array
         pipeline.when_layers_moved()  # on every rank: those that stay spread give theirs
+        self.copies.complete_modules(pipeline.mpu().get_pipe_parallel_group(), place)
 
     def _layers_and_beside(self) -> dict[str, nn.Module]:
         """All layers by their names in the pipeline, and what the module has beside them."""

@@ -33,6 +33,7 @@ from deepspeed_partition.engine.pipeline.tied_copies import parameter_names
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.environment import announce
 from lightning_madpipe.checkpoint.held_objects import roots, walk
+from lightning_madpipe.checkpoint.module_copies import complete, copies_in
 from lightning_madpipe.checkpoint.whole_model import TensorInfo, passed_on
 from lightning_madpipe.compat.elsewhere import HiddenTensors
 from lightning_madpipe.module import PIPELINE, outside_pipeline
@@ -213,6 +214,16 @@ class WeightCopies:
                     self._has_said.add(sentence)
                     said = sentence.format(places=", ".join(named), rank=rank, way_out=WAY_OUT)
                     announce(said, logging.WARNING)
+
+    def complete_modules(self, group: Any, place: str) -> None:
+        """Let copies of layers that are modules have all layers, where the whole model is. Collective.
+
+        Args:
+            group: A pipeline.
+            place: ``"every_rank"`` or ``"rank_zero"``.
+        """
+        of_layers = self._pipeline.elsewhere.all_that_hide
+        complete(copies_in(self._module, self._walk(), of_layers), group, place)
 
     # Names and orders
 

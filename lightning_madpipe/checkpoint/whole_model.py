@@ -210,7 +210,7 @@ class LayersOfUser:
                 value = tensors[info.name] if dist.get_rank() == source else None
                 value = passed_on(value, info, source, group, place, arrives=arriving[name])
                 if arriving[name]:
-                    _lay_into(tensors[info.name], value, info)
+                    lay_into(tensors[info.name], value, info)
             if arriving[name]:
                 set_attributes(layers[name], everyone[name][1])
         say_what_stays(changed for _, changed in everyone.values())
@@ -323,7 +323,8 @@ def passed_on(
     return None
 
 
-def _lay_into(tensor: Tensor, value: Tensor | None, info: TensorInfo) -> None:
+def lay_into(tensor: Tensor, value: Tensor | None, info: TensorInfo) -> None:
+    """Give a tensor the values that have arrived, and what goes with them."""
     assert value is not None, "it arrives here"
     if _fits_into(tensor, info):
         tensor.data.copy_(value)

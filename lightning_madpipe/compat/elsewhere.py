@@ -308,6 +308,11 @@ class Elsewhere:
         return self._owners
 
     @property
+    def all_that_hide(self) -> list[nn.Module]:
+        """The modules of the LightningModule of which tensors are hidden where other ranks run them."""
+        return [*self._owners, *(part for part, *_ in self._aliases)]
+
+    @property
     def ids_inside(self) -> frozenset[int]:
         """The identities of the modules that layers consist of."""
         if len(self._ids_inside) != len(self._owners):  # some are no more, and others may have their identities

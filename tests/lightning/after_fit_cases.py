@@ -695,6 +695,61 @@ def specs_after_fit(host: cases.Host) -> dict[str, Any]:
     return {"names": list(module.state_dict()), "call": refused(lambda: module(1)), "again": len(again)}
 
 
+class CopiesBest(cases.SequentialClassifier):
+    """Keeps copies of its layers as modules: as a child, in a list, and in a callback."""
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == 0:
+            self.best, self.kept = copy.deepcopy(self.net), [copy.deepcopy(self.net), copy.deepcopy(self.net[4])]
+            self.of_one_rank = copy.deepcopy(self.net) if self.trainer.is_global_zero else None
+
+
+class CopiesLayers(pl.Callback):
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 0:
+            self.best = copy.deepcopy(module.net)
+
+
+def copied_layers(host: cases.Host) -> dict[str, Any]:
+    """Copies that hooks have made as modules, before layers move and after, are loaded when the fit has ended."""
+    record: dict[str, Any] = {}
+    for place, cut in (("every_rank", None), ("rank_zero", [0, 1, 5])):
+        module, keeper = cases.seeded(CopiesBest), CopiesLayers()
+        moving = [_RecuttingLater(cut)] if host.pipelined and cut else []
+        strategy = {"algorithm": [0, 2, 5], "warmup_epochs": 0, "whole_model": place}
+        with Said() as said:
+            trainer = fitted(host, module, keeper, *moving, strategy=strategy, max_epochs=2)["trainer"]
+        lines = [line for line in said.lines if "is a copy of layers that" in line]
+        if host.pipelined and trainer.is_global_zero and place == "every_rank":
+            [line] = lines
+            assert "self.of_one_rank is a copy of layers that a hook has made on rank 0" in line, line
+            assert "it lacks what other ranks had then, such as 2.linear.bias" in line, line
+        record[f"last, {place}"] = None
+        if place == "every_rank" or trainer.is_global_zero:
+            sums = [_sums(module.net.state_dict())]
+            for best in (module.best, module.kept[0], keeper.best):
+                module.net.load_state_dict(best.state_dict())
+                sums.append(_sums(module.net.state_dict()))
+            module.net[4].load_state_dict(module.kept[1].state_dict())
+            sums.append({"output": module(torch.ones(1, cases.NUM_FEATURES)).sum().item()})
+            record[f"last, {place}"] = sums
+        if host.pipelined:
+            [record[f"last, {place}"]] = [each for each in _objects(record[f"last, {place}"]) if each][:1]
+    return record
+
+
+def _objects(value: Any) -> list[Any]:
+    from deepspeed_partition.engine.runtime.collectives import gather_objects
+
+    return gather_objects(value)
+
+
+class _RecuttingLater(Recutting):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == 1 and batch_idx == 0:
+            trainer.strategy.deepspeed_engine.recut(self.cut)
+
+
 class Specs(cases.Steps):
     def __init__(self) -> None:
         super().__init__(optimizer="sgd")
@@ -917,6 +972,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         layers_that_keep,
         scripted_layers,
         adjusted_on_rank_zero,
+        copied_layers,
     ],
     4: [],
 }
