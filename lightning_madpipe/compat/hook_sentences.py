@@ -62,6 +62,11 @@ CLEARED = (
     "{place} looks at gradients ({names}, ...), which the pipeline's engine has cleared with the optimizer's "
     "step: they are None there. on_before_optimizer_step has them"
 )
+CLEARED_BEFORE = (
+    "{place} looks at gradients ({names}, ...) before the backward of its step. One process still has those of "
+    "the step before there, or with accumulate_grad_batches those of the batches so far; here they are None. "
+    "on_before_optimizer_step has those of the step"
+)
 IN_BUFFERS = (
     "{place} looks at gradients ({names}, ...), and under stage=1, bf16 and fp16 those of a step lie in flat "
     "buffers of DeepSpeed's: what is there is None or a part. Trainer(gradient_clip_val=...) clips them; "

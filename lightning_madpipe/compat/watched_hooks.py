@@ -23,6 +23,7 @@ from lightning_madpipe.compat.followed_values import FLAT, GRADIENT, NO_GRADIENT
 from lightning_madpipe.compat.hook_sentences import (
     AFTER_THE_CLOSURE,
     CLEARED,
+    CLEARED_BEFORE,
     COPY_OF_A_PART,
     ELEMENTS_OF_SEVERAL,
     IN_BUFFERS,
@@ -302,6 +303,8 @@ class HookWatch:
             return None
         if hook == "optimizer_step":
             return AFTER_THE_CLOSURE if self._step_is_made else None
-        return (
-            CLEARED if (hook in AFTER_A_STEP or hook.startswith(PRE_HOOK)) and self._trainer.global_step else None
-        )
+        if not self._trainer.global_step:
+            return None
+        if hook.startswith(PRE_HOOK):
+            return CLEARED_BEFORE
+        return CLEARED if hook in AFTER_A_STEP else None

@@ -179,10 +179,11 @@ class _SequentialStandIn:
     ) -> None:
         self._sequential, self._call = sequential, call
         self._refusal = error(
-            f"the step, or forward(), uses parts of {called.removesuffix('()')}, whose layers run on other ranks: "
-            "call it as a whole, let it return what is needed, or name the layers in pipeline_layers(). "
-            "Modes (eval()), buffers and weights are set in a hook, such as on_train_batch_start. To run layers "
-            "one by one needs a strategy that has the whole model on each device, such as 'ddp'"
+            f"the step, or forward(), uses parts of {called.removesuffix('()')}, whose layers run on other ranks "
+            "and leave there what they set on themselves: call it as a whole, let it return what is needed, or "
+            "name the layers in pipeline_layers(). Set modes (eval()), buffers and weights in a hook, such as "
+            "on_train_batch_start. To run layers one by one, use a strategy with the whole model on each device, "
+            "such as 'ddp'"
         )
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:

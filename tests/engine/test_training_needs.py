@@ -84,6 +84,27 @@ def test_an_optimizer_of_matrices_is_tried_out(caplog):
     assert "could not be tried out" not in caplog.text
 
 
+class Around(torch.optim.Optimizer):
+    """An optimizer around another one, as Lookahead is widely copied."""
+
+    def __init__(self, base):
+        self.base, self.param_groups, self.state, self.defaults = base, base.param_groups, base.state, {}
+
+    def step(self, closure=None):
+        return self.base.step(closure)
+
+
+def test_why_an_optimizer_cannot_be_tried_out_is_said(caplog):
+    """An error from within was all: 'list' object has no attribute 'param_groups'."""
+    with caplog.at_level("INFO"):
+        optimizer = Around(torch.optim.Adam([nn.Parameter(torch.zeros(3))]))
+        assert optimizer_step(optimizer) == OptimizerStep(of_one=2, of_several=2, at_once=True)
+        assert num_states(optimizer) == 2
+    told = [each for each in caplog.messages if "could not be tried out" in each]
+    assert len(told) == 2 and all("Around(weights) makes none" in each for each in told), told
+    assert all("made of something else, such as an optimizer" in each for each in told), told
+
+
 def test_what_gives_a_batch_up_is_no_failure_of_a_layer():
     """It was said that a layer could not be watched: UntriedLossError; and bytes were not measured."""
 

@@ -1189,6 +1189,18 @@ class NormAfterStep(Module):
             weight.mul_(3 / norm)
 
 
+class ClippedEarly(Module):
+    """Clips gradients before the step has made them."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        optimizer.register_step_pre_hook(self.clip)
+        return optimizer
+
+    def clip(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
+        clip_grad_norm_([weight for group in optimizer.param_groups for weight in group["params"]], LARGEST)
+
+
 class StepReplaced(Module):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -1300,7 +1312,8 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
         PlacesOfOptimizer, CountedPlacesOfOptimizer,
         WithSAM, WithPoliteSAM, WithSlowedByLoss, EvaluatedTwice, WithLBFGS, LearnedWeights,
         StepsClippedRarely, StepLeftOut, FrozenAtRandom,
-        NormAfterStep, StepReplaced, StepReplacedByItself, ScheduledByWeights, ScheduledByOne, StatesAsked,
+        NormAfterStep, ClippedEarly, StepReplaced, StepReplacedByItself, ScheduledByWeights, ScheduledByOne,
+        StatesAsked,
         GroupAdded, OptimizersSetUp,
         WeighedOnAll, WeighedOnRankZero, WeighedByRank,
         RateOfWorld, RateOfDevices, RateOfEnvironment, RateOfGroup,

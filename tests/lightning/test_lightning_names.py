@@ -284,6 +284,7 @@ def test_what_hooks_write_into_weights_lasts(two: Records, precision: str, toler
             "NormAfterStep",
             "the step post hook NormAfterStep.shrink of SGD takes numbers out of several parameters",
         ),
+        ("ClippedEarly", "before the backward of its step. One process still has those of the step before there"),
         ("StepReplaced", "step of SGD computes with several parameters or gradients together"),
         ("ScheduledByWeights", "step of RateOfWeights takes numbers out of several parameters"),
         ("StatesAsked", "state_dict() of the optimizer is asked for, which has the states of this rank's"),

@@ -338,7 +338,8 @@ def test_a_rank_trains_its_own_layers(two: Records) -> None:
         ("keywords", "training_step calls self.forward() with the keyword arguments x"),
         ("no forward", "training_step returns for this batch without a call of self.forward()"),
         ("parts", "forward(), uses parts of self.net"),
-        ("parts", "Modes (eval()), buffers and weights are set in a hook, such as on_train_batch_start"),
+        ("parts", "and leave there what they set on themselves: call it as a whole"),
+        ("parts", "Set modes (eval()), buffers and weights in a hook, such as on_train_batch_start"),
         # One process trains; a check ended with torch's words about an inplace operation.
         (
             "tied max_norm",

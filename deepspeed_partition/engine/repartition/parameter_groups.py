@@ -141,11 +141,26 @@ class ParameterGroups:
         optimizer.state.clear()
 
 
+class NotOfWeightsError(TypeError):
+    """An optimizer's class makes none of weights and settings: it may take another optimizer, or more."""
+
+
 def another_like(optimizer: torch.optim.Optimizer, parameters: list[Any]) -> torch.optim.Optimizer:
-    """An optimizer of the same class and settings for other parameters, or groups of them."""
+    """An optimizer of the same class and settings for other parameters, or groups of them.
+
+    Raises:
+        NotOfWeightsError: the class takes something else.
+    """
     accepted = inspect.signature(type(optimizer).__init__).parameters
     settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}
-    return type(optimizer)(parameters, **settings)
+    try:
+        return type(optimizer)(parameters, **settings)
+    except (AttributeError, TypeError) as error:
+        written = ", ".join(["weights", *(f"{name}=..." for name in settings)])
+        name = type(optimizer).__name__
+        raise NotOfWeightsError(
+            f"{name}({written}) makes none: {error}. It seems to be made of something else, such as an optimizer"
+        ) from error
 
 
 class EveryGroup:

@@ -631,10 +631,10 @@ def say_what_stays(parts: Iterable[Mapping[str, Mapping[str, Any]]]) -> None:
 def _say_that_it_stays(shown: str, kind: str) -> None:
     warn_once(
         f"stays/{shown}",
-        f"{shown} ({kind}) has changed where its layer ran, by the layer or the script, and it, or a part of it, "
-        "is what it was on other ranks: numbers, tensors, arrays, containers of these and objects that can be "
-        "pickled go with a layer; what cannot be pickled, such as a generator or a lambda, stays: an "
-        "itertools.count, or a function of a file, goes",
+        f"{shown} ({kind}) has changed where its layer ran, by the layer or the script, and not all of it goes "
+        "with the layer: other ranks have their own, which is the same only where a script has changed it on "
+        "each. What can be pickled goes, such as numbers, tensors, containers of these and functions of a file, "
+        "and an itertools.count; a generator or a lambda stays",
     )
 
 

@@ -146,7 +146,7 @@ def num_states(optimizer: torch.optim.Optimizer) -> int:
         kind = type(optimizer).__name__
         warn_once(
             f"states of {kind}",
-            f"the optimizer {kind} could not be tried out ({error}): it is taken to keep {STATES_OF_ADAM} states "
+            f"the optimizer {kind} could not be tried out ({error}). It is taken to keep {STATES_OF_ADAM} states "
             "per weight, as Adam does; the option weight_copies says better",
         )
         return STATES_OF_ADAM

@@ -154,7 +154,7 @@ def optimizer_step(optimizer: torch.optim.Optimizer) -> OptimizerStep:
         several = _needed_bytes(optimizer, TRIED_TENSORS, shape)
     except Exception as error:  # somebody else's optimizer, on an input that it never expected
         announce(
-            f"what a step of the optimizer {type(optimizer).__name__} needs could not be tried out ({error}): it "
+            f"what a step of the optimizer {type(optimizer).__name__} needs could not be tried out ({error}). It "
             "is taken to need twice its weights, as Adam does"
         )
         return OptimizerStep(of_one=2, of_several=2, at_once=True)
