@@ -22,6 +22,7 @@ from lightning_madpipe.compat.elsewhere import ElsewhereError
 from lightning_madpipe.finding.batch_states import FROM_THE_FIRST
 from lightning_madpipe.finding.captured_call import CapturedCall
 from lightning_madpipe.module import pipeline_of
+from lightning_madpipe.steps import left_alike
 from lightning_madpipe.steps.batch_runs import (
     BatchRun,
     Dims,
@@ -54,10 +55,10 @@ from lightning_madpipe.steps.other_weights import loss_depends_on_weights, other
 from lightning_madpipe.steps.own_generators import OwnGenerators
 from lightning_madpipe.steps.step_results import does_with, means_of, names_of_numbers
 from lightning_madpipe.steps.step_runs import StepRuns
-from lightning_madpipe.steps.step_side_effects import PLAIN, Change, Leftovers, Place, reached_objects
+from lightning_madpipe.steps.step_side_effects import Change, Leftovers, Place, reached_objects
 from lightning_madpipe.steps.tensor_comparison import as_real, has_gradient
 from lightning_madpipe.steps.told_metrics import ToldMetrics
-from lightning_madpipe.steps.torch_calls import MOST_PLACES, TorchCalls, TriedCalls, UnlikeNumbers, are_others
+from lightning_madpipe.steps.torch_calls import MOST_PLACES, TorchCalls, TriedCalls, UnlikeNumbers
 from lightning_madpipe.steps.what_layers_set import LayerTraces
 from lightning_madpipe.steps.written_files import OpenFiles
 
@@ -170,7 +171,8 @@ class UserSteps:
         self._tried_changes: set[tuple[str, Place, str]] = set()
         """What each step has changed in trials, and how."""
         self._alike: set[Place] = set()
-        """Numbers and texts that training steps have changed in trials as their micro-batches have."""
+        """What training steps have changed in trials as their micro-batches have: numbers, texts, small tensors
+        and containers of these."""
         self._left_first: dict[Place, Any] = {}
         """What the first micro-batch of this batch has left there."""
         self._times_changed = 0
@@ -534,7 +536,7 @@ class UserSteps:
             return
         if micro_batch.place == 0:
             looked_at = self.before_batch.changes(lambda place, _: place in self._alike) if self._alike else ()
-            self._left_first = {change.place: change.value for change in looked_at}
+            self._left_first = {change.place: left_alike.shown(change) for change in looked_at}
         if not micro_batch.is_last:
             return
         changes = self.before_batch.changes()
@@ -547,17 +549,19 @@ class UserSteps:
 
         What depends on no sample, such as a rate by the number of the step, all of them leave alike.
         """
-        now = {change.place: change.value for change in changes if change.place in self._alike}
+        now = {change.place: left_alike.shown(change) for change in changes if change.place in self._alike}
         return any(
-            place not in now or place not in self._left_first or are_others(now[place], self._left_first[place])
+            place not in now
+            or place not in self._left_first
+            or left_alike.go_on(self._left_first[place], now[place])
             for place in {*now, *self._left_first}
         )
 
     def note_left(self, changes: Iterable[Change], differing: Collection[str]) -> None:
         """Note what training steps have changed in a trial, and the names of what differs by micro-batches."""
-        places = {change.place for change in changes if type(change.value) in PLAIN and change.kind == "bind"}
-        self._alike |= places
-        self._alike = {place for place in self._alike if str(place) not in differing}
+        self._alike |= {change.place for change in changes if left_alike.is_followed(change)}
+        told = {name.partition("[")[0] for name in differing}  # without the key of an item
+        self._alike = {place for place in self._alike if str(place) not in told}
 
     def _check_logs(self, micro_batch: MicroBatch) -> None:
         """Give the batch up, or say it, if rules of which none is known to hold would merge its logs otherwise.

@@ -495,6 +495,24 @@ class CountsMarked(Layers):
         return F.cross_entropy(self(x), y)
 
 
+class MarksInTensors(Layers):
+    """Counts as :class:`CountsMarked` does, in a tensor, a buffer and a dict, which keeps a rate, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(2))
+        self.count, self.rate, self.of = torch.zeros(()), torch.ones(()), {"marked": 0, "rate": 1.0}
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        is_marked = (x[0, 0] > 0).float()
+        self.rate, self.of["rate"] = torch.tensor(0.9**batch_idx), 0.9**batch_idx
+        self.count = self.count + is_marked
+        self.total[1] += is_marked
+        self.of["marked"] += int(is_marked)
+        return F.cross_entropy(self(x), y)
+
+
 class NamedLate(Layers):
     """Logs an extreme that no batch had logged before, and returns another one."""
 
@@ -1138,6 +1156,7 @@ def turned(host: Host) -> dict[str, Any]:
         "collecting": fitted(host, Collecting, labelled(32), max_epochs=1)["found"],
         "keeping in step 3": fitted(host, KeepsInThird, labelled(64), max_epochs=1)["found"],
         "counting marked": fitted(host, CountsMarked, marked(128), max_epochs=1)["found"],
+        "marking tensors": fitted(host, MarksInTensors, marked(128), max_epochs=1)["found"],
         "denoising": fitted(host, Denoising, labelled(32), max_epochs=1)["found"],
         "drawn for a batch": drawn_from_common(host, both=False),
         "drawn for both": drawn_from_common(host, both=True),

@@ -210,6 +210,16 @@ def test_what_a_trial_shows_alike_is_told_where_it_differs(two: Records) -> None
     assert "self.rate" not in told and not two.of("turned")["counting marked"]["once"]
 
 
+def test_tensors_that_a_trial_shows_alike_are_told_where_they_differ(two: Records) -> None:
+    """Of a count in a tensor, in a buffer and in a dict nothing was said where a number was told."""
+    said = two.of("turned")["marking tensors"]["said"]
+    [told] = [each for each in said if "once per micro-batch, so that" in each]
+    for name in ("self.count", "self.total", "self.of['marked']"):
+        assert f"{name} " in told, told
+    assert "for a batch of step 7 " in told and "self.rate" not in told
+    assert not two.of("turned")["marking tensors"]["once"]
+
+
 def test_what_one_of_both_changes_is_told() -> None:
     """The lowest loss was that of a micro-batch, in silence, where the batch had none that low."""
     one = {"": torch.ones(1)}
