@@ -125,12 +125,11 @@ class LayerComparison:
         Such as ``layer.train()``, ``layer.alpha = 0.5`` or ``layer.mask.fill_(1)``. What layers change themselves
         whenever they run does not count.
         """
-        return self._is_wanted and self._settings.is_look_due(epoch_begins=epoch_begins)
+        return self._settings.is_look_due(epoch_begins=epoch_begins)
 
     def note_settings(self) -> None:
         """Note what the layers hold when those of a step have run, and before hooks may change it."""
-        if self._is_wanted:
-            self._settings.note()
+        self._settings.note()
 
     def compare_if_changed(self, run: BatchRun) -> None:
         """Compare the layers again if what ``forward`` reads has changed. Collective over the job."""

@@ -418,6 +418,7 @@ def said_of_layers(host: Host) -> dict[str, Any]:
         "instances": warned(InstanceNormalized, warmup_epochs=0),
         "centered": warned(CenteredClassifier, warmup_epochs=0),
         "changed later": warned(ChangedLater, warmup_epochs=0, max_epochs=4),
+        "changed later, unchecked": warned(ChangedLater, warmup_epochs=0, max_epochs=4, check_layers=False),
         "changed within": warned(ChangedWithin, algorithm=[0, 5, 10], num_samples=96),
         "tempered": warned(TemperedClassifier, warmup_epochs=0),
         "observed": warned(RangedClassifier, warmup_epochs=0),

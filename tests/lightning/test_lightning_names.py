@@ -134,6 +134,14 @@ def test_layers_that_hooks_let_mix_samples_later_are_told(two: Records) -> None:
     assert two.ranks[1]["said_of_layers"]["changed later"] == []
 
 
+def test_hooks_that_are_hung_on_later_are_told_without_the_check_of_layers(two: Records) -> None:
+    """With ``check_layers=False`` nothing was said of them, nor of batch normalization that a hook turns on."""
+    unchecked, statistics, hooked, on_weights = two.ranks[0]["said_of_layers"]["changed later, unchecked"]
+    assert "check_layers=False: the layers are not compared" in unchecked
+    assert "(self.net.1 (BatchNorm1d)) has the statistics of a micro-batch" in statistics
+    assert "self.net.0" in hooked and "gradient hooks (self.net.0.weight, self.net.6.bias)" in on_weights
+
+
 def test_layers_that_hooks_let_mix_samples_within_an_epoch_are_told(two: Records) -> None:
     """By a buffer or a container of a layer, on either rank: losses were others, and nothing was said."""
     said = two.ranks[0]["said_of_layers"]["changed within"]
