@@ -7,17 +7,16 @@ from __future__ import annotations
 
 SEVERAL = (
     "{place} computes with several parameters or gradients together ({names}, ...), and a rank of a pipeline has "
-    "those of its own layers only: a norm, a sum or a decision over all of them covers one part only, and differs "
-    "from rank to rank. For the norm of all gradients: torch.nn.utils.clip_grad_norm_ in on_before_optimizer_step "
-    "counts all ranks, as does Trainer(gradient_clip_val=...). Else bring the ranks' parts together, as by "
-    "torch.distributed.all_reduce"
+    "those of its own layers only: a norm, a sum or a decision differs from rank to rank. For the norm of all "
+    "gradients use torch.nn.utils.clip_grad_norm_ in on_before_optimizer_step, or Trainer(gradient_clip_val=...); "
+    "else bring the ranks' parts together, as by torch.distributed.all_reduce"
 )
 NUMBERS_OF_SEVERAL = (
     "{place} takes numbers out of several parameters or gradients ({names}, ...), and a rank of a pipeline has "
-    "those of its own layers only: what is computed or decided from all of them covers one part only, and differs "
-    "from rank to rank; where each is treated by itself, nothing differs. For the norm of all gradients: "
-    "torch.nn.utils.clip_grad_norm_ in on_before_optimizer_step counts all ranks, as does "
-    "Trainer(gradient_clip_val=...). Else bring the ranks' parts together, as by torch.distributed.all_reduce"
+    "those of its own layers only: what is computed from all of them differs from rank to rank. For the norm of "
+    "all gradients use torch.nn.utils.clip_grad_norm_ in on_before_optimizer_step, or "
+    "Trainer(gradient_clip_val=...); else bring the ranks' parts together, as by torch.distributed.all_reduce. "
+    "Where each is treated by itself, nothing differs"
 )
 ELEMENTS_OF_SEVERAL = (
     "{place} counts the elements of several parameters ({names}, ...), and a rank of a pipeline has those of its "

@@ -234,11 +234,9 @@ def _notes_on_windows(trainer: Any, module: Any) -> Iterator[str]:
     if monitors:
         yield (
             f"{at_the_end}: {_list(monitors)} looks for its best value after each batch, and, before the end of a "
-            "window, finds what training_step logged in the window before, where one process finds the value of "
-            "the batch: it may keep other checkpoints. Values at the end of windows, means of epochs "
-            "(on_epoch=True) and values of validations are those of one process: monitor one of the latter two, "
-            "or, without validation, keep all (every_n_train_steps with save_top_k=-1), or use larger batches and "
-            "none to accumulate"
+            "window, finds what training_step logged in the one before: it may keep other checkpoints than in one "
+            "process. Monitor a mean of epochs (on_epoch=True) or a value of a validation; without validation, "
+            "keep all (every_n_train_steps with save_top_k=-1); or do not accumulate"
         )
 
 
@@ -271,11 +269,10 @@ def note_on_validation_within_window(trainer: Any, module: Any) -> str | None:
     number = trainer.accumulate_grad_batches
     return (
         f"with accumulate_grad_batches={number}, all batches of a window run at its end, and a validation has "
-        "begun before that: in trainer.callback_metrics, what training_step logs is of the window before, and "
-        "absent in the first window, where one process has the values of the last batch. "
-        f"{_list(readers)} may read these; what the validation logs is as in one process. Make "
-        f"val_check_interval a multiple of {number} batches (where check_val_every_n_epoch=None, the batches of "
-        "an epoch must be one, too), or monitor a mean of epochs (on_epoch=True) or a value of the validation"
+        "begun before that: trainer.callback_metrics has what training_step logged in the window before. "
+        f"{_list(readers)} may read these. Make val_check_interval a multiple of {number} batches (where "
+        "check_val_every_n_epoch=None, the batches of an epoch, too), or monitor a mean of epochs (on_epoch=True) "
+        "or a value of the validation"
     )
 
 
@@ -580,8 +577,8 @@ def needs_two_samples(error: BaseException, step: str, sizes: Sequence[int], nam
         f"{step}: batch normalization ({_all_of(names, 'layers ')}) cannot compute statistics of one sample, and "
         f"the batch of {sum(sizes)} samples is cut into {len(sizes)} micro-batches, of which the smallest has "
         f"{min(sizes)}: MadPipeStrategy(num_micro_batches={sum(sizes) // 2}){', or fewer' * (sum(sizes) > 3)}; "
-        "drop_last=True in the loader, where this is a short last batch; larger batches; frozen statistics "
-        "(.eval() on these layers before fit); or nn.GroupNorm in their place"
+        "drop_last=True, if the last batch is short; larger batches; .eval() on these layers before fit; or "
+        "nn.GroupNorm"
     )
 
 
@@ -628,11 +625,10 @@ def notes_on_parts(
         )
     if deciding:
         yield (
-            f"the code of {_all_of(deciding, 'layers ')} asks for numbers in tensors that depend on the samples. "
-            f"What it decides by them may hold for all samples that it is given, which are {_piece_of(sizes)} and "
-            "not the batch as in one process. Where each sample is nevertheless treated by itself, as by a router "
-            "of experts, nothing differs; else MadPipeStrategy(num_micro_batches=1) does as one process, and "
-            "torch functions such as torch.where decide for each sample"
+            f"the code of {_all_of(deciding, 'layers ')} asks for numbers in tensors that depend on the samples, "
+            f"and may decide by them for all that it is given, {_piece_of(sizes)} and not the batch. Where each "
+            "sample is treated by itself, as by a router of experts, nothing differs; else use "
+            "MadPipeStrategy(num_micro_batches=1), or decide for each sample, as by torch.where"
         )
     if keeping:
         yield (
