@@ -202,12 +202,14 @@ class MadPipeEngine(ResumingEngine):
         self.options = options or Options.from_mapping(self._config.pipeline.get("madpipe", {}))
         watch.start(self.options.patience_seconds)
         say_interruptions_in_one_line()
+        self.tells_ends = options is None  # other hosts run steps and hooks where they belong
         self._cut_as_configured()
         if (of_fp16 or of_types) and self.owns_cut:
             raise ValueError(of_fp16 or of_types)
         if of_fp16:
             announce(of_fp16, logging.WARNING)
         self._announce_schedule()
+        self.tell_ends()
         if self.options.save_timeline is not None:
             self._record_into(self.options.save_timeline)
         self._writes_figures = bool(self._config.monitor_config.enabled)

@@ -1413,6 +1413,29 @@ def averages_of_weights(_: Path) -> None:
             assert torch.allclose(weight.average, final[name], atol=1e-6), name
 
 
+def the_ends_of_the_pipeline_are_told_where_a_plan_moves_them(_: Path) -> None:
+    """A script that broadcast what the last rank had computed broadcast memory that nobody had written."""
+    last = "the last stage is on rank"
+    to_0, to_1 = f"{last} 0 now, no longer on rank 1", f"{last} 1 now, no longer on rank 0"
+    for plan, then, told, are_elsewhere in (
+        (cut(), looped(), [to_0], True),
+        (
+            cut(),
+            looped((1, 0), [0, 4, 8]),
+            [f"the first stage is on rank 1 now, no longer on rank 0 and {to_0}"],
+            True,
+        ),
+        (looped(), cut(), [to_0, to_1], False),
+        (cut(), [0, 2, 8], [], False),
+    ):
+        with said_here() as sentences:
+            engine, _, _ = start(mlp(), plan, optimizer=two_groups)
+            engine.recut(then)
+        lines = [each for each in sentences if "engine.is_last_stage() each time" in each]
+        assert [line.partition(":")[0] for line in lines] == (told if dist.get_rank() == 0 else []), lines
+        assert not lines or ("'contiguous'" in lines[-1]) == are_elsewhere, lines
+
+
 @contextmanager
 def said_here() -> Iterator[list[str]]:
     """The sentences of this rank."""
@@ -2241,7 +2264,8 @@ CASES = [
     a_schedule_and_an_optimizer_that_are_set_later,
     attributes_and_hooks_of_layers_that_move, a_loss_over_all_parameters_is_said,
     layers_are_listed_between_steps, what_layers_count_goes_with_them, callables_go_with_what_they_hold,
-    averages_of_weights, numbers_that_a_script_sets_before_the_engine_starts,
+    averages_of_weights, the_ends_of_the_pipeline_are_told_where_a_plan_moves_them,
+    numbers_that_a_script_sets_before_the_engine_starts,
     what_hinders_a_move_is_refused_before_the_warm_up,
     checkpoints_that_begin_at_words, batch_normalization_in_half_precision,
     data_in_memory_that_is_filled_again, labels_that_a_loss_writes, labels_that_a_loss_writes_in_inference_mode,

@@ -25,7 +25,7 @@ from deepspeed_partition.engine.repartition.optimizer_copies import mark_copies
 from deepspeed_partition.engine.repartition.optimizer_state import TrainingState, lay_states_given
 from deepspeed_partition.engine.repartition.parameter_groups import EveryGroup, ParameterGroups
 from deepspeed_partition.engine.runtime.collectives import gather_objects
-from deepspeed_partition.engine.runtime.environment import log_here, planning_is_off
+from deepspeed_partition.engine.runtime.environment import announce, log_here, planning_is_off
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
 from deepspeed_partition.planner.allocation import Allocation
 
@@ -48,6 +48,8 @@ class MovingEngine(AnyPlanEngine):
 
     copies_follow = False
     """Whether the host lets copies of weights that a script keeps follow layers that move."""
+    tells_ends = True
+    """Whether it is said where the first and the last stage are, if not where plain DeepSpeed has them."""
     is_in_checkpoint = False
     """Whether a checkpoint is being saved or loaded: its files say of which cut they are."""
     has_told_unmarked = False
@@ -60,6 +62,8 @@ class MovingEngine(AnyPlanEngine):
     optimizer: Any
 
     _is_destroyed = False
+    _told_ends: tuple[int, int] | None = None
+    """The places in a pipeline of the first and the last stage, when they were last told."""
 
     def __init__(self, **kwargs: Any) -> None:
         self._groups: ParameterGroups | None = None
@@ -122,6 +126,7 @@ class MovingEngine(AnyPlanEngine):
                 along.give_back()
             gradients.give_to(self.module)
         self._tell_what_moved(before)
+        self.tell_ends()
 
     def _tell_what_moved(self, before: dict[str, bool]) -> None:
         """Say, on each rank of the first pipeline, of which layers a script has not made anything so far."""
@@ -150,6 +155,28 @@ class MovingEngine(AnyPlanEngine):
         # A host whose copies follow has told the user where parameters are.
         level = logging.DEBUG if self.copies_follow else logging.INFO
         log_here(f"rank {self.global_rank} {' and '.join(changes)} (names stay){of_copies}", level)
+
+    def tell_ends(self) -> None:
+        """Say on rank 0 that data, loss and logits are on other ranks than a script takes them to be."""
+        module, plain = self.module, (0, self.num_stages - 1)
+        now = int(module.stage_owner(0)), int(module.stage_owner(module._num_layers - 1))
+        before, self._told_ends = self._told_ends or plain, now
+        if now == before or not self.tells_ends:
+            return
+        rank_of = self.grid.stage_to_global
+        moved = [
+            f"the {name} stage is on rank {rank_of(place)} now, no longer on rank {rank_of(other)}"
+            for name, place, other in zip(("first", "last"), now, before, strict=True)
+            if place != other
+        ]
+        way_out = (
+            "" if now == plain else "; the algorithm 'contiguous' makes plans with the last stage on the last rank"
+        )
+        announce(
+            f"{' and '.join(moved)}: what a script has asked before, or takes to be on the last rank (the loss, "
+            "the logits of eval_batch(return_logits=True)), is out of date: ask engine.is_first_stage() and "
+            f"engine.is_last_stage() each time{way_out}"
+        )
 
     def destroy(self) -> None:
         """End this engine, once: Python calls it again when it collects the object, whenever that is.
