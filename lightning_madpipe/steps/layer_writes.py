@@ -60,6 +60,11 @@ OF_MODULE = (
     "which gets what the layers there do, once per micro-batch, so that it is another one than in one process and "
     "on each rank another one. Let it be an attribute or a buffer of the layer"
 )
+OF_PART = (
+    "{layer} keeps {names} while it runs in the layers: in a pipeline the rank that runs it has what it keeps, "
+    "once per micro-batch, and other ranks and hooks find other numbers than in one process. Call it in the step, "
+    "on what the layers return"
+)
 LOGS = (
     "{layers} self.log({names}) while {run}: in a pipeline a layer runs on the rank that has it, once per "
     "micro-batch and in trials, and what it logs there is another number than in one process, or missing. Let it "
@@ -101,7 +106,8 @@ class LayerWrites:
         self._module, self._call, self._steps, self._ignored = module, call, steps, ignored
         self._is_known, self._layers_see_all = is_known, layers_see_all
         self._layers = [layer for _, layer in call.existing_modules()]
-        self._names = {part: f"self.{name}" for name, part in module.named_modules() if name}
+        # By identity: the hash of a metric changes with what it keeps.
+        self._names = {id(part): f"self.{name}" for name, part in module.named_modules() if name}
         self._functions = [function_of_layer(layer) for layer in call.layers]
 
     def found(self, micro_batch: MicroBatch, *, device: torch.device, dtype: torch.dtype | None) -> Found:
@@ -153,10 +159,16 @@ class LayerWrites:
             if depends is not None:
                 place = read_here[0]
                 return Found(
-                    REFUSED.format(layer=writers.get(place, "a layer"), place=place, step=step, depends=depends)
+                    REFUSED.format(
+                        layer=self._shown_writer(writers, place), place=place, step=step, depends=depends
+                    )
                 )
+        kept: dict[str, list[str]] = {}
         for place in is_said:
-            layer = writers.get(place, "a layer")
+            layer = self._shown_writer(writers, place)
+            if not reading[place] and place in writers and self._is_own(place, writers[place]):
+                kept.setdefault(layer, []).append(place.name)  # such as a metric, with all of its counts
+                continue
             if not reading[place]:
                 notes[str(place)] = OF_MODULE.format(layer=layer, place=place)
                 continue
@@ -165,6 +177,8 @@ class LayerWrites:
             verb = "reads" if len(reading[place]) == 1 else "read"
             readers_in_words = f"{_in_words(reading[place])} {verb}"
             notes[str(place)] = READ.format(layer=layer, place=place, readers=readers_in_words, logged=words)
+        for layer, names_kept in kept.items():
+            notes[f"keeps {layer}"] = OF_PART.format(layer=layer, names=_in_words(names_kept))
         return Found(notes=tuple(notes.items()))
 
     def _is_hidden(self, place: Place) -> bool:
@@ -226,7 +240,14 @@ class LayerWrites:
 
     def shown(self, part: nn.Module) -> str:
         """A part of a layer, as the user writes it."""
-        return f"{self._names.get(part, 'a layer')} ({type(part).__name__})"
+        return f"{self._names.get(id(part), 'a layer')} ({type(part).__name__})"
+
+    def _shown_writer(self, writers: Mapping[Place, nn.Module], place: Place) -> str:
+        return self.shown(writers[place]) if place in writers else "a layer"
+
+    def _is_own(self, place: Place, part: nn.Module) -> bool:
+        """Whether a place is a part's own attribute or buffer."""
+        return place.kind in ("attribute", "buffer") and self._module.get_submodule(place.owner) is part
 
 
 class _Run:
@@ -295,9 +316,9 @@ class _Run:
         finally:
             self.changed = list(changed)
 
-    def writers(self, places: Sequence[Place]) -> dict[Place, str]:
-        """The innermost parts of layers that change places, in words."""
-        found: dict[Place, str] = {}
+    def writers(self, places: Sequence[Place]) -> dict[Place, nn.Module]:
+        """The innermost parts of layers that change places."""
+        found: dict[Place, nn.Module] = {}
         inside: list[nn.Module] = []
         seen: dict[Place, Callable[[Any], bool]] = {}
 
@@ -306,7 +327,7 @@ class _Run:
                 value = self._value(place)
                 has_changed = place in seen and seen[place](value)
                 if has_changed and inside and place not in found:
-                    found[place] = self._writes.shown(inside[-1])
+                    found[place] = inside[-1]
                 if has_changed or place not in seen:
                     seen[place] = _differs_from(value, place)
 

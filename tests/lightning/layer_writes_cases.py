@@ -287,6 +287,18 @@ class HookReadsLoad(Plain):
             self.net[2].leave(self, self.net[2].load)
 
 
+class OwnsMetric(Plain):
+    """A metric that a layer calls."""
+
+    def __init__(self, leave: Callable[[Any, torch.Tensor], None]) -> None:
+        super().__init__(leave)
+        self.mean = MeanMetric()
+
+
+def calls_metric(layer: Any, x: torch.Tensor) -> None:
+    layer.owner[0].mean(x.detach().abs().mean())
+
+
 def to_trainer(layer: Any, x: torch.Tensor) -> None:
     layer.owner[0].trainer.act = x.detach().abs().mean()
 
@@ -335,6 +347,7 @@ KINDS: dict[str, tuple[Callable[..., Module], Callable[[Any, torch.Tensor], None
     "a metric of the file": (ReadsMetric, to_metric),
     "the Trainer": (ReadsTrainer, to_trainer),
     "a buffer of the module": (Plain, to_buffer),
+    "a metric that a layer calls": (OwnsMetric, calls_metric),
     "a layer that logs": (Plain, logs),
     "two layers that log": (TwoOfThem, logs),
     "a layer that logs in evaluation": (LogsInEvaluation, logs_in_evaluation),

@@ -245,6 +245,13 @@ def test_what_a_layer_leaves_outside_of_itself_is_told_where_it_is_read(two: Rec
     assert number in line
 
 
+def test_a_metric_that_layers_call_is_told_in_one_line(two: Records) -> None:
+    """There was a line for each of its counts, which called it "a layer" and them no part of it."""
+    line, error = two.ranks[0]["said_of_layers"]["a metric that a layer calls"]
+    assert error == "not refused" and "and others while it runs in the layers" in line
+    assert line.startswith("madpipe: self.mean (MeanMetric) keeps ")
+
+
 def test_what_a_layer_keeps_of_its_input_is_told_where_a_hook_reads_it(two: Records) -> None:
     """The hook saw the last micro-batch alone, or nothing, which was not said, or failed in words of Python."""
     lines = [line for rank in two.ranks for line in rank["said_of_layers"]["own load that a hook reads"]]

@@ -53,6 +53,7 @@ from domains_and_flows import DOMAINS_AND_FLOWS
 from more_fields import MORE_FIELDS
 from newcomers import NEWCOMERS
 from other_kinds import OTHER_KINDS
+from passers_by import PASSERS_BY
 from single_modules import SINGLE_MODULES
 
 LIMIT_SECONDS, SECONDS_EACH = 120, 30
@@ -483,7 +484,7 @@ SCRIPTS: dict[str, Script] = {
 }  # fmt: skip
 
 
-SCRIPTS |= AS_THEY_ARE | OTHER_KINDS | SINGLE_MODULES | DOMAINS_AND_FLOWS | NEWCOMERS | MORE_FIELDS
+SCRIPTS |= AS_THEY_ARE | OTHER_KINDS | SINGLE_MODULES | DOMAINS_AND_FLOWS | NEWCOMERS | MORE_FIELDS | PASSERS_BY
 
 
 def _uva_resnet(names: Any) -> Any:
