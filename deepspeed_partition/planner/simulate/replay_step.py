@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -175,16 +175,20 @@ class _StepRun:
             transfer = to_ticks(plan.platform.transfer_seconds(num_bytes, *ends))
             self.durations[f"SF{index}"] = self.durations[f"SB{index}"] = transfer
         # What a name alone tells is told once: a long step has a million operations and transfers.
+        self.role = {name: _role(name) for name in self.durations}
         self.needs = {name: self._needs(name) for name in self.durations if name[0] != "S"}
         self.line = {name: self._line(name) for name in self.durations if name[0] == "S"}
         self.receiver = {name: _receiver(name) for name in self.line}
-        self.near = {name: self._near(name) for name in self.durations}
+        self.brought_to: dict[str, list[str]] = defaultdict(list)
+        """Transfers by the role of the operation that uses what they bring."""
+        for transfer, user in self.receiver.items():
+            self.brought_to[user].append(transfer)
         self.device_and_send = {name: self._device_and_send(name) for name in self.needs}
+        self.near = {name: self._near(name) for name in self.durations}
         self.slots = max(1, plan.platform.comm_buffers // 2)
-        self.begun: dict[tuple[str, int], int] = {}
-        """Ticks at which operations begin, by their role: ``F`` for any forward, ``B`` for any backward or its
-        first half."""
-        self.ended: dict[tuple[str, int], int] = {}
+        self.runs: dict[tuple[str, int], tuple[int, int]] = {}
+        """Ticks at which operations begin and end, by their role: ``F`` for any forward, ``B`` for any backward or
+        its first half."""
         self.timeline = Timeline()
         self.device_free = [0] * plan.platform.num_devices
         self.occupied = {
@@ -200,8 +204,8 @@ class _StepRun:
         """Candidates of all places, also former ones."""
 
     def run(self) -> Timeline | str:
-        # Candidates are what could start first on each device and link. Only the operation that was just
-        # committed can change them, and only on the devices and links next to it.
+        # Candidates are what could start first on each device and link. Only what was just committed can change
+        # them, and only in the few places that read it.
         for device in range(len(self.orders)):
             self._look_at(device)
         while self.heap:
@@ -229,28 +233,27 @@ class _StepRun:
             heapq.heappush(self.heap, (candidate, place))
 
     def _near(self, name: str) -> list[_Place]:
-        """Return the devices and the lines that the end of an operation or transfer may unblock."""
-        index = int(name.lstrip("SFBfRIW"))
-        stages, boundaries = (
-            ([index, index + 1], [index])
-            if name[0] == "S"
-            else ([index - 1, index, index + 1], [index - 1, index])
-        )
-        every = self.plan.stages
-        devices = [every[stage].device for stage in stages if 0 <= stage < len(every)]
-        sends = [f"S{kind}{boundary}" for boundary in boundaries for kind in "FB"]
-        lines = [self.line[send] for send in sends if send in self.line]
-        return [*dict.fromkeys(devices), *dict.fromkeys(lines)]
+        """Return the device and the lines on which another candidate may come first once this one is committed.
+
+        An operation: its own device, for the next one; the line that it hands a tensor to; the line whose
+        transfer it makes room for, by using what that brought. What follows it without a transfer is on its
+        own device. A transfer: its own line, and the device that waits for it.
+        """
+        if name[0] == "S":
+            return [self.line[name], self.plan.stages[int(name[2:]) + (name[1] == "F")].device]
+        device, send = self.device_and_send[name]
+        sends = [send, *self.brought_to[self.role[name]]]
+        return [device, *dict.fromkeys(self.line[each] for each in sends if each is not None)]
 
     def _device_and_send(self, name: str) -> tuple[int, str | None]:
         """Return the device of an operation, and the transfer that follows it, if one does."""
-        kind, index = _role(name)[0], int(name[1:])
+        kind, index = self.role[name][0], int(name[1:])
         send = f"S{kind}{index if kind == 'F' else index - 1}"
         return self.plan.stages[index].device, send if send in self.durations else None
 
     def _needs(self, name: str) -> list[str]:
         """Return the operations that must have ended on the same micro-batch."""
-        kind, index = _role(name)[0], int(name[1:])
+        kind, index = self.role[name][0], int(name[1:])
         last = len(self.plan.stages) - 1
         if kind in "RW":
             return [f"{'F' if kind == 'R' else 'B'}{index}"]
@@ -270,27 +273,27 @@ class _StepRun:
             return None
         name, micro_batch = order[self.position[device]]
         start = self.device_free[device]
-        for need in self.needs[name]:
-            ready = self.ended.get((need, micro_batch))
-            if ready is None:
+        needs = self.needs[name]
+        if self.recomputed and name[0] in "BI" and (name[1:], micro_batch) in self.recomputed:
+            needs = [*needs, f"R{name[1:]}"]
+        for need in needs:
+            run = self.runs.get((need, micro_batch))
+            if run is None:
                 return None
-            start = max(start, ready)
-        if name[0] in "BI" and (name[1:], micro_batch) in self.recomputed:
-            ready = self.ended.get((f"R{name[1:]}", micro_batch))
-            if ready is None:
-                return None
-            start = max(start, ready)
+            if run[1] > start:
+                start = run[1]
         return start, 0, name, micro_batch
 
     def _transfer(self, line: tuple[int, ...]) -> _Candidate | None:
         """Return the first transfer of the line and when it can start; None where none is ready and has room."""
-        if not self.to_send[line]:
-            return None
-        first: dict[str, tuple[int, int, str]] = {}
-        for entry in sorted(self.to_send[line]):
-            first.setdefault(entry[2], entry)
+        waiting: Iterable[tuple[int, int, str]] = self.to_send[line]
+        if len(self.to_send[line]) > 1:
+            first: dict[str, tuple[int, int, str]] = {}
+            for entry in sorted(waiting):
+                first.setdefault(entry[2], entry)
+            waiting = first.values()
         eligible = []
-        for ready, micro_batch, name in first.values():
+        for ready, micro_batch, name in waiting:
             room = self._room_from(name)
             if room is not None:
                 start = max(ready, room, *(self.free_from[each] for each in self.occupied[name]))
@@ -306,21 +309,25 @@ class _StepRun:
         sent = self.received[name]
         if len(sent) < self.slots:
             return 0
-        return self.begun.get((self.receiver[name], sent[-self.slots]))
+        run = self.runs.get((self.receiver[name], sent[-self.slots]))
+        return None if run is None else run[0]
 
     def _commit(self, start: int, name: str, micro_batch: int) -> None:
         end = start + self.durations[name]
         if name[0] in "BI" and (name[1:], micro_batch) in self.within:
             end += self.again[name[1:]]
-        self.timeline.operations[name, micro_batch] = start, end
-        role = _role(name)
-        self.begun[role, micro_batch], self.ended[role, micro_batch] = start, end
+        run = start, end
+        self.timeline.operations[name, micro_batch] = self.runs[self.role[name], micro_batch] = run
         if name[0] == "S":
             for each in self.occupied[name]:
                 self.free_from[each] = end
             line = self.line[name]
             self.received[name].append(micro_batch)
-            self.to_send[line] = [entry for entry in self.to_send[line] if entry[1:] != (micro_batch, name)]
+            waiting = self.to_send[line]
+            if len(waiting) == 1:
+                waiting.clear()
+            else:
+                self.to_send[line] = [entry for entry in waiting if entry[1:] != (micro_batch, name)]
             return
         device, send = self.device_and_send[name]
         self.device_free[device] = end
