@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from deepspeed_partition.planner.plan import MemoryUse, Plan, PlannedStage
 from deepspeed_partition.planner.problem import Chain, LayerProfile
-from deepspeed_partition.planner.simulate.replay_step import Timeline, boundaries_of
+from deepspeed_partition.planner.simulate.replay_step import Timeline, as_spans, boundaries_of
 from deepspeed_partition.planner.simulate.replay_versions import HeldByStage, held_by_stage
 
 DevicePeaks = tuple[MemoryUse, ...]
@@ -176,8 +176,7 @@ class _Residents:
     takes no time; otherwise it contains none, as for a tensor that is used the moment it comes.
     """
 
-    def __init__(self, intervals: Iterable[tuple[int, int]], *, instants: bool = False) -> None:
-        spans = np.array(list(intervals)).reshape(-1, 2)  # Python's integers where 64 bits are too few
+    def __init__(self, spans: NDArray[Any], *, instants: bool = False) -> None:
         instant = spans[:, 0] == spans[:, 1]
         self.starts = np.sort(spans[:, 0])
         self.lasting_starts = np.sort(spans[~instant][:, 0])
@@ -229,10 +228,10 @@ class Moments:
         at_ends = dict(_waiting_at_ends(plan, chain, timeline, device))
         inside = dict(_waiting_inside(plan, chain, timeline, device))
         running = {
-            (index, kind): _Residents(_spans(timeline, f"{kind}{index}"), instants=True)
+            (index, kind): _Residents(timeline.spans[f"{kind}{index}"], instants=True)
             for index in mine
             for kind in "FBfRIW"
-            if kind in "FB" or f"{kind}{index}" in timeline.names
+            if f"{kind}{index}" in timeline.names
         }
         self.fixed_bytes = plan.platform.fixed_bytes
         held_of_weights = {index: held_by_stage(plan, chain, index) for index in mine if plan.is_asynchronous}
@@ -271,7 +270,12 @@ class Moments:
         self.tensor_bytes |= {(index, "inside"): size for index, (_, size) in inside.items()}
         self.late_gradients = {
             index: (
-                self.instants < min(end for kind in "BW" for _, end in _spans(timeline, f"{kind}{index}")),
+                self.instants
+                < min(
+                    timeline.spans[name][:, 1].min()
+                    for name in (f"B{index}", f"W{index}")
+                    if name in timeline.names
+                ),
                 costs[index].late_gradient_bytes,
             )
             for index in mine
@@ -379,37 +383,28 @@ def _for_weights(plan: Plan, chain: Chain, device: int, held: Mapping[int, HeldB
     return kept + math.ceil(copies * multiplied), max(optimizer, reduction)
 
 
-def _spans(timeline: Timeline, name: str) -> Iterator[tuple[int, int]]:
-    for micro_batch in timeline.micro_batches:
-        if (name, micro_batch) in timeline.operations:
-            yield timeline.operations[name, micro_batch]
-
-
 _Named = str | tuple[str, str, int]
 """A name; or two first letters and the number of a stage, which runs one of the two on each micro-batch."""
 
 
-def _between(
-    timeline: Timeline, first: _Named, first_edge: int, second: _Named, second_edge: int
-) -> Iterator[tuple[int, int]]:
-    """Yield per micro-batch the instants of an edge (0 start, 1 end) of one operation and of another."""
-    begins, ends = _spans_of(timeline, first), _spans_of(timeline, second)
-    for begin, end in zip(begins, ends, strict=True):
-        yield begin[first_edge], max(begin[first_edge], end[second_edge])
+def _between(timeline: Timeline, first: _Named, first_edge: int, second: _Named, second_edge: int) -> NDArray[Any]:
+    """Return per micro-batch the instants of an edge (0 start, 1 end) of one operation and of another."""
+    begins = _spans_of(timeline, first)[:, first_edge]
+    return np.stack([begins, np.maximum(begins, _spans_of(timeline, second)[:, second_edge])], axis=1)
 
 
-def _spans_of(timeline: Timeline, named: _Named) -> Iterator[tuple[int, int]]:
-    """Yield the instants of one operation on each micro-batch."""
+def _spans_of(timeline: Timeline, named: _Named) -> NDArray[Any]:
+    """Return when one operation begins and ends on each micro-batch: a row each."""
+    if isinstance(named, str):
+        return timeline.spans[named]
+    often, seldom = f"{named[0]}{named[2]}", f"{named[1]}{named[2]}"
+    if seldom not in timeline.names:
+        return timeline.spans[often]
     operations = timeline.operations
-    if isinstance(named, tuple):
-        often, seldom = f"{named[0]}{named[2]}", f"{named[1]}{named[2]}"
-        if seldom in timeline.names:
-            for number in timeline.micro_batches:
-                yield operations[seldom, number] if (seldom, number) in operations else operations[often, number]
-            return
-        named = often
-    for number in timeline.micro_batches:
-        yield operations[named, number]
+    return as_spans(
+        operations[seldom, number] if (seldom, number) in operations else operations[often, number]
+        for number in timeline.micro_batches
+    )
 
 
 class _Lives:
@@ -441,9 +436,11 @@ class _Lives:
                 spans["stash"].append((begin, max(begin, until)))
             if "W" in ran:
                 spans["weight_stash"].append((back[0], end))
-        self.in_flight = _Residents(whole, instants=True)
+        self.in_flight = _Residents(as_spans(whole), instants=True)
         # An input that is used the moment it is there has not waited.
-        self.held = {term: _Residents(each, instants=term != "input") for term, each in spans.items() if each}
+        self.held = {
+            term: _Residents(as_spans(each), instants=term != "input") for term, each in spans.items() if each
+        }
 
 
 def _waiting_at_ends(
@@ -454,16 +451,16 @@ def _waiting_at_ends(
         before, after = ("F", "f", index), ("F", "f", index + 1)
         if plan.stages[index].device == device:
             spans = [
-                *_between(timeline, before, 1, f"SF{index}", 1),
-                *_between(timeline, f"SB{index}", 0, ("B", "I", index), 0),
+                _between(timeline, before, 1, f"SF{index}", 1),
+                _between(timeline, f"SB{index}", 0, ("B", "I", index), 0),
             ]
-            yield (index, "upper"), (_Residents(spans), num_bytes)
+            yield (index, "upper"), (_Residents(np.concatenate(spans)), num_bytes)
         if plan.stages[index + 1].device == device:
             spans = [
-                *_between(timeline, f"SF{index}", 0, after, 0),
-                *_between(timeline, ("B", "I", index + 1), 1, f"SB{index}", 1),
+                _between(timeline, f"SF{index}", 0, after, 0),
+                _between(timeline, ("B", "I", index + 1), 1, f"SB{index}", 1),
             ]
-            yield (index, "lower"), (_Residents(spans), num_bytes)
+            yield (index, "lower"), (_Residents(np.concatenate(spans)), num_bytes)
 
 
 def _waiting_inside(
@@ -473,7 +470,7 @@ def _waiting_inside(
     for index, num_bytes in boundaries_of(plan, chain, between_devices=False):
         if plan.stages[index].device == device:
             spans = [
-                *_between(timeline, ("F", "f", index), 1, ("F", "f", index + 1), 0),
-                *_between(timeline, ("B", "I", index + 1), 1, ("B", "I", index), 0),
+                _between(timeline, ("F", "f", index), 1, ("F", "f", index + 1), 0),
+                _between(timeline, ("B", "I", index + 1), 1, ("B", "I", index), 0),
             ]
-            yield index, (_Residents(spans), num_bytes)
+            yield index, (_Residents(np.concatenate(spans)), num_bytes)

@@ -12,6 +12,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from deepspeed_partition.planner.clock import Clock
 from deepspeed_partition.planner.plan import Plan
@@ -40,7 +44,21 @@ class Timeline:
     @cached_property
     def names(self) -> frozenset[str]:
         """Names of all operations; known once every operation is there."""
-        return frozenset(name for name, _ in self.operations)
+        return frozenset(self.spans)
+
+    @cached_property
+    def spans(self) -> dict[str, NDArray[Any]]:
+        """When each operation begins and ends, a row for each of its micro-batches in their order, by its name;
+        known once every operation is there."""
+        found: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for (name, _), span in sorted(self.operations.items(), key=lambda each: each[0][1]):
+            found[name].append(span)
+        return {name: as_spans(spans) for name, spans in found.items()}
+
+
+def as_spans(spans: Iterable[tuple[int, int]]) -> NDArray[Any]:
+    """Return intervals as rows of two; Python's integers where 64 bits are too few."""
+    return np.array(list(spans)).reshape(-1, 2)
 
 
 def boundaries_of(plan: Plan, chain: Chain, *, between_devices: bool) -> Iterator[tuple[int, int]]:
@@ -181,8 +199,8 @@ class _StepRun:
         self.receiver = {name: _receiver(name) for name in self.line}
         self.brought_to: dict[str, list[str]] = defaultdict(list)
         """Transfers by the role of the operation that uses what they bring."""
-        for transfer, user in self.receiver.items():
-            self.brought_to[user].append(transfer)
+        for sent, user in self.receiver.items():
+            self.brought_to[user].append(sent)
         self.device_and_send = {name: self._device_and_send(name) for name in self.needs}
         self.near = {name: self._near(name) for name in self.durations}
         self.slots = max(1, plan.platform.comm_buffers // 2)
