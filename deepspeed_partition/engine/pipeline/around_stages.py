@@ -31,8 +31,25 @@ def around_stages(module: nn.Module) -> list[str]:
     return found + [f"the method {name_of_function(each)}" for each in functions if not is_of_library(each)]
 
 
-def tell_what_runs_for_each_stage(module: nn.Module, num_stages: int, num_ranks: int) -> None:
-    """Say once what of a program runs for each stage and micro-batch, if there are several stages."""
+class AroundStages:
+    """A look before each step at what a program has put around a pipeline module."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[object, ...] = ()
+
+    def tell(self, module: nn.Module, num_stages: int, num_ranks: int) -> None:
+        """Say once what of a program runs for each stage and micro-batch, if there are several stages."""
+        own = vars(module)
+        seen = (
+            type(module), num_stages, num_ranks, own.get("forward"), own.get("__call__"),
+            *[hook for table in _HOOKS for hook in own[table].values()],
+        )  # fmt: skip
+        if seen != self._seen:
+            self._seen = seen
+            _tell_what_runs_for_each_stage(module, num_stages, num_ranks)
+
+
+def _tell_what_runs_for_each_stage(module: nn.Module, num_stages: int, num_ranks: int) -> None:
     for written in around_stages(module) if num_stages > 1 else ():
         warn_once(
             f"around stages/{written}",

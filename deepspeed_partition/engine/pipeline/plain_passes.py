@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import struct
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,6 +26,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from deepspeed_partition.engine.pipeline.boundary_engine import AnyBoundaryEngine
+from deepspeed_partition.engine.pipeline.module_walks import have_gradients_of
 from deepspeed_partition.engine.runtime.autograd_boundary import has_twice, run_backward
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ _OF_ENGINE = (
 )  # fmt: skip
 _OF_REDUCTION = ("allreduce_gradients", "buffered_allreduce_fallback", "_get_gradients_for_reduction",
                  "_reduce_non_expert_gradients")  # fmt: skip
+_NUMBER, _FLOAT = struct.Struct("<I"), struct.Struct("<f")
 IS_LOSS = 2**32
 """The bit that says that those below it are a loss in fp32."""
 READ_VERSION = "0.19.8"
@@ -55,9 +58,7 @@ def bits_of_loss(loss: torch.Tensor) -> int:
 
 def loss_of_bits(bits: int) -> torch.Tensor:
     """Return the loss that :func:`bits_of_loss` made bits of, in fp32."""
-    number = bits & IS_LOSS - 1
-    signed = number - (number >> 31 << 32)
-    return torch.tensor([signed], dtype=torch.int32).view(torch.float32)[0]
+    return torch.tensor(_FLOAT.unpack(_NUMBER.pack(bits & IS_LOSS - 1))[0], dtype=torch.float32)
 
 
 def digest_of_deepspeed() -> str:
@@ -166,8 +167,7 @@ class PlainPasses:
             or engine.gradient_predivide_factor() != 1.0
         ):  # fmt: skip
             return False
-        gradients = [weight.grad for weight in engine.module.parameters() if weight.requires_grad]
-        return all(each is not None and each.dtype == kind and not each.is_sparse for each in gradients)
+        return have_gradients_of(engine.module, kind)
 
     def load(self, micro_batch: Any, slot: int, *, is_first: bool, is_last: bool, is_copy: bool) -> None:
         """Load the inputs of a micro-batch on the first stage, its labels on the last one.
@@ -240,8 +240,8 @@ class PlainPasses:
         """Do what DeepSpeed does when the last stage has told the loss of a batch; return it."""
         engine: Any = self._engine
         loss = engine._scale_loss_by_gas(engine.total_loss) if engine.is_last_stage() else loss_of_bits(bits)
-        engine.agg_additional_losses, engine.dp_group_loss = None, loss.clone().detach()
-        return loss.clone().detach()
+        engine.agg_additional_losses, engine.dp_group_loss = None, loss.detach().clone()
+        return loss.detach().clone()
 
     def backward_of_loss(self, loss: torch.Tensor) -> None:
         """Run the backward of a loss, divided by the number of micro-batches as in DeepSpeed.

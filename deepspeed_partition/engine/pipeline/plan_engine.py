@@ -24,7 +24,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from deepspeed_partition.engine.pipeline.around_stages import tell_what_runs_for_each_stage
+from deepspeed_partition.engine.pipeline.around_stages import AroundStages
 from deepspeed_partition.engine.pipeline.asked_ranks import ranks_told
 from deepspeed_partition.engine.pipeline.batch_attempt import Batch
 from deepspeed_partition.engine.pipeline.batch_programs import program_of
@@ -194,7 +194,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
         self._lockstep = Lockstep(self._pipelines())
         self._shared_outputs, self._backwards_looked_at = SharedOutputs(), set[int]()
         self._forwards_looked_at = set[tuple[int, bool]]()
-        self._drawn_at_once = DrawnAtOnce()
+        self._drawn_at_once, self._around_stages = DrawnAtOnce(), AroundStages()
         if "data_draws" not in vars(self):  # what was drawn outlives a move of the layers, too
             self.data_draws = DataDraws(self.global_rank)
         self._passes, self._is_plain = PlainPasses(self), False
@@ -404,7 +404,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
 
     def _exec_schedule(self, program: Any) -> None:
         if isinstance(self.module, StagesModule) and self.owns_cut:
-            tell_what_runs_for_each_stage(self.module, len(self.module.device_of_stage), self.num_stages)
+            self._around_stages.tell(self.module, len(self.module.device_of_stage), self.num_stages)
         if not self.runs_lists:
             self._lockstep.begin_batch(min(self._pipelines()[self.grid.data_parallel_id]))
             with self._lockstep.ended_by_errors(), shown_as(self, "_INSTRUCTION_MAP", instructions_of(self)):

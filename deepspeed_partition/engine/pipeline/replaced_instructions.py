@@ -9,7 +9,7 @@ Where anything else is replaced, DeepSpeed's own schedule runs, with it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,7 +51,7 @@ class Replaced:
 
     def __init__(self, engine: PipelineEngine) -> None:
         self._engine = engine
-        self._seen: list[tuple[Any, ...]] | None = None
+        self._seen: Seen | None = None
         self._instructions: dict[type, Instruction] = {}
         self._why_not_lists: str | None = None
 
@@ -68,27 +68,46 @@ class Replaced:
         return self._why_not_lists
 
     def _look(self) -> None:
-        seen = _that_may_be_replaced(self._engine)
-        if seen != self._seen:
+        if self._seen is None or not self._seen.is_as_it_was(self._engine):
             self._instructions = replaced_instructions(self._engine)
             self._why_not_lists = why_not_lists(self._engine)
-            self._seen = seen
+            self._seen = Seen(self._engine)
 
 
-def _that_may_be_replaced(engine: PipelineEngine) -> list[tuple[Any, ...]]:
-    """All that the functions below look at, table by table: where it is the same, they find the same."""
-    classes = [each for name in SCHEDULES for each in getattr(schedule, name).__mro__ if each is not object]
-    for each in type(engine).__mro__:
-        classes.append(each)
-        if not _is_foreign(each):
-            break  # ours and what it derives from is known
-    maps = (PipelineEngine._INSTRUCTION_MAP, engine._INSTRUCTION_MAP)
-    return [
-        tuple(classes),
-        *[tuple(vars(each).values()) for each in classes],
-        *[tuple(each) for each in maps],
-        *[tuple(each.values()) for each in maps],
-    ]
+class Seen:
+    """All that the functions below look at, as it is now: where it stays so, they find the same.
+
+    Args:
+        engine: whose instructions they look at.
+    """
+
+    def __init__(self, engine: PipelineEngine) -> None:
+        self._orders = [each.__mro__ for each in _classes_looked_at(engine)]
+        classes = [each for order in self._orders[:-1] for each in order if each is not object]
+        for each in self._orders[-1]:
+            classes.append(each)
+            if not _is_foreign(each):
+                break  # ours and what it derives from is known
+        self._maps = _maps_looked_at(engine)
+        tables: list[Mapping[Any, Any]] = [*map(vars, classes), *self._maps]
+        self._tables = [(each, dict(each)) for each in tables]
+
+    def is_as_it_was(self, engine: PipelineEngine) -> bool:
+        """Whether nothing of it has been replaced since."""
+        if any(now is not before for now, before in zip(_maps_looked_at(engine), self._maps, strict=True)):
+            return False
+        for each, order in zip(_classes_looked_at(engine), self._orders, strict=True):
+            if each.__mro__ is not order:  # a class keeps the same tuple until it has other bases
+                return False
+        return all(now == before for now, before in self._tables)
+
+
+def _maps_looked_at(engine: PipelineEngine) -> tuple[dict[type, Instruction], ...]:
+    return PipelineEngine._INSTRUCTION_MAP, engine._INSTRUCTION_MAP
+
+
+def _classes_looked_at(engine: PipelineEngine) -> list[type]:
+    return [*[getattr(schedule, name) for name in SCHEDULES], type(engine)]
 
 
 def replaced_instructions(engine: PipelineEngine) -> dict[type, Instruction]:

@@ -30,6 +30,7 @@ from deepspeed_partition.engine.pipeline.beside_layers import (
     SharedThings,
     name_of,
 )
+from deepspeed_partition.engine.pipeline.module_walks import set_mode
 from deepspeed_partition.engine.pipeline.old_weights import tell_of_a_part, tell_old_weights
 from deepspeed_partition.engine.pipeline.recomputed_attributes import (
     TwoRuns,
@@ -123,6 +124,13 @@ class StagesModule(deepspeed.pipe.PipelineModule):
         self.device_of_stage = [stage.device for stage in allocation.stages]
         self.own_stages = [stage for stage, device in enumerate(self.device_of_stage) if device == self.stage_id]
         self._set_bounds(*allocation.stages[self.own_stages[0]].layers)
+
+    def train(self, mode: bool = True) -> Any:
+        """As in ``nn.Module``, in less time: DeepSpeed calls it before each step, when mostly no mode changes."""
+        if not isinstance(mode, bool) or getattr(super().train, "__func__", None) is not nn.Module.train:
+            return super().train(mode)
+        set_mode(self, mode)
+        return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of the stages of this rank, as ``nn.Module`` has them."""

@@ -11,6 +11,7 @@ another container), there are none, and gloo serves.
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import struct
@@ -75,7 +76,7 @@ class Agreement:
             TimeoutError: another rank has not come.
         """
         self._count += 1
-        whole, said = struct.Struct(f"<{len(values) + 1}q"), list(values)
+        whole, said = _numbers(len(values) + 1), list(values)
         for each in self._rounds:
             try:
                 each.outgoing.sendall(whole.pack(self._count, *said))
@@ -100,6 +101,11 @@ class Agreement:
         for each in self._rounds:
             each.outgoing.close()
             each.incoming.close()
+
+
+@functools.cache
+def _numbers(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}q")
 
 
 def _received(connection: socket.socket, num_bytes: int) -> bytes:

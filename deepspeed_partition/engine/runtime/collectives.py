@@ -213,12 +213,13 @@ def any_bits(values: Sequence[int]) -> list[int]:
     Over gloo, which serves ranks on several hosts, one number is one message between two ranks of its ring, where
     several are as many.
     """
-    group = own_groups().objects
     default = dist.group.WORLD
+    if default is None or default not in _agreements:
+        own_groups()
     if default is not None and (agreement := _agreements[default]) is not None:
         return agreement.any_bits(values)
     tensor = torch.tensor(values, dtype=torch.int64)
-    dist.all_reduce(tensor, op=dist.ReduceOp.BOR, group=group)
+    dist.all_reduce(tensor, op=dist.ReduceOp.BOR, group=own_groups().objects)
     return tensor.tolist()
 
 
