@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed_partition.engine.pipeline.module_walks import have_gradients_of, set_mode
+from deepspeed_partition.engine.pipeline.module_walks import (
+    clear_gradients,
+    have_gradients_of,
+    set_mode,
+    walks_as_torch,
+)
 
 
 class Frozen(nn.Linear):
@@ -75,3 +80,14 @@ def test_all_weights_that_train_have_gradients_of_one_type():
         each.grad = one
     made[2].weight.grad = made[2].weight.grad.to_sparse()
     assert not have_gradients_of(made, torch.float32)
+    clear_gradients(made)
+    assert all(each.grad is None for each in made.parameters())
+
+
+def test_a_class_with_a_walk_of_its_own_is_left_to_torch():
+    class Own(nn.Sequential):
+        def parameters(self, recurse=True):
+            return iter(())
+
+    assert walks_as_torch(nn.Sequential)
+    assert not walks_as_torch(Own)

@@ -23,6 +23,23 @@ def _assign_mode(module: nn.Module, mode: bool) -> None:
         module.training = mode
 
 
+def walks_as_torch(module_class: type) -> bool:
+    """Return whether modules of a class give their parts and weights as ``nn.Module`` does."""
+    names = ("children", "modules", "named_children", "named_modules", "named_parameters", "parameters")
+    owners = (next(each for each in module_class.__mro__ if name in vars(each)) for name in names)
+    return all(owner.__module__.partition(".")[0] in ("torch", "deepspeed_partition") for owner in owners)
+
+
+def clear_gradients(module: nn.Module) -> None:
+    """Let all weights of a module have no gradient."""
+    for weight in module._parameters.values():
+        if weight is not None:
+            weight.grad = None
+    for child in module._modules.values():
+        if child is not None:
+            clear_gradients(child)
+
+
 def have_gradients_of(module: nn.Module, kind: torch.dtype) -> bool:
     """Return whether all weights of a module that train have dense gradients of one type."""
     for weight in module._parameters.values():

@@ -26,7 +26,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from deepspeed_partition.engine.pipeline.boundary_engine import AnyBoundaryEngine
-from deepspeed_partition.engine.pipeline.module_walks import have_gradients_of
+from deepspeed_partition.engine.pipeline.module_walks import have_gradients_of, walks_as_torch
 from deepspeed_partition.engine.runtime.autograd_boundary import has_twice, run_backward
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ _OF_ENGINE = (
     "_forward_prologue", "_forward_epilogue", "_create_module_forward_pre_hook",
     "_create_module_forward_post_hook",
 )  # fmt: skip
+_OF_UPDATE = ("zero_grad",)
 _OF_REDUCTION = ("allreduce_gradients", "buffered_allreduce_fallback", "_get_gradients_for_reduction",
                  "_reduce_non_expert_gradients")  # fmt: skip
 _NUMBER, _FLOAT = struct.Struct("<I"), struct.Struct("<f")
@@ -46,7 +47,7 @@ IS_LOSS = 2**32
 """The bit that says that those below it are a loss in fp32."""
 READ_VERSION = "0.19.8"
 """The version of DeepSpeed whose functions were read for this."""
-DIGEST_AS_READ = "e2828b4d195ac78653693eeb850e1f3702f164b181843735ca4d9dffc2764f94"
+DIGEST_AS_READ = "accf2c1ec069be159f2aeef9fd585b849c114f2f444c4ee2e8a8c5c0517f9608"
 """SHA-256 of these functions of that version."""
 
 
@@ -64,7 +65,7 @@ def loss_of_bits(bits: int) -> torch.Tensor:
 def digest_of_deepspeed() -> str:
     """Return the SHA-256 of the functions that are replaced here, as they are now; empty where they are hidden."""
     of_pipeline = (getattr(PipelineEngine, name) for name in (*_OF_PIPELINE, *_BESIDE_PASSES))
-    of_engine = (_inside(getattr(DeepSpeedEngine, name)) for name in (*_OF_ENGINE, *_OF_REDUCTION))
+    of_engine = (_inside(getattr(DeepSpeedEngine, name)) for name in (*_OF_ENGINE, *_OF_REDUCTION, *_OF_UPDATE))
     try:
         return _digest_of_sources(*of_pipeline, *of_engine)
     except (OSError, TypeError):
@@ -81,6 +82,9 @@ def _digest_of_sources(*functions: Hashable) -> str:
 def _inside(function: Any) -> Any:
     """Return what DeepSpeed's decorator for NVTX has in it."""
     return inspect.getclosurevars(function).nonlocals.get("func", function)
+
+
+_walks_as_torch = functools.cache(walks_as_torch)
 
 
 @functools.cache
@@ -140,7 +144,7 @@ class PlainPasses:
             and torch.is_grad_enabled()
             and bool(engine.module.training)
             and _overrides_nothing(cast(Hashable, type(engine)))
-            and vars(engine).keys().isdisjoint((*_OF_PIPELINE, *_OF_ENGINE, *_OF_REDUCTION))
+            and vars(engine).keys().isdisjoint((*_OF_PIPELINE, *_OF_ENGINE, *_OF_REDUCTION, *_OF_UPDATE))
             and type(engine.optimizer).__module__.partition(".")[0] != "deepspeed"
             and not (
                 config.zero_optimization() or config.bfloat16_enabled() or config.fp16_enabled()
@@ -151,6 +155,7 @@ class PlainPasses:
                 or config.is_pipe_partitioned or config.is_grad_partitioned
                 or config.random_ltd_enabled() or config.fp16_auto_cast()
                 or type(engine.module).get_additional_losses is not PipelineModule.get_additional_losses
+                or not _walks_as_torch(cast(Hashable, type(engine.module)))
             )
         )  # fmt: skip
 

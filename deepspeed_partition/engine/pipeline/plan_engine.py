@@ -34,6 +34,7 @@ from deepspeed_partition.engine.pipeline.boundary_engine import AnyBoundaryEngin
 from deepspeed_partition.engine.pipeline.data_draws import DataDraws
 from deepspeed_partition.engine.pipeline.drawing_layers import draws_told
 from deepspeed_partition.engine.pipeline.lockstep import Lockstep
+from deepspeed_partition.engine.pipeline.module_walks import clear_gradients
 from deepspeed_partition.engine.pipeline.plain_passes import IS_LOSS, PlainPasses, without_more
 from deepspeed_partition.engine.pipeline.replaced_instructions import (
     AT_THE_END,
@@ -522,6 +523,13 @@ class AnyPlanEngine(AnyBoundaryEngine):
             self.sharded.reduce()
         elif not (self._is_plain and self._passes.has_nothing_to_reduce()):
             super()._exec_reduce_grads()
+
+    def zero_grad(self) -> None:
+        """Let the weights have no gradients."""
+        if self._is_plain:
+            clear_gradients(self.module)
+        else:
+            super().zero_grad()
 
     def _tied_gradient(self, weight: torch.nn.Parameter) -> torch.Tensor:
         return gradient_so_far(weight, self.optimizer, in_bf16=self.using_bf16_optimizer)
