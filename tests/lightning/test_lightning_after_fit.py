@@ -149,7 +149,7 @@ def test_objects_that_a_layer_has_changed_are_named(two: Records) -> None:
     said = [line for rank in two.ranks for line in rank["objects_of_layers_are_named"]["said"]]
     for place in range(5):
         [line] = [line for line in said if f"self.blocks.{place}.meter (Meter) has changed where" in line]
-        assert "objects that can be pickled go with a layer" in line
+        assert "an itertools.count; a generator or a lambda stays" in line
 
 
 def test_what_only_a_spec_knows_stays_on_its_rank(two: Records) -> None:
