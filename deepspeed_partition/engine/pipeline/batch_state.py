@@ -162,6 +162,7 @@ class BatchData:
         self._originals = Originals()
         self._needs = True, True
         """Whether the inputs of this batch are needed here, and its labels."""
+        self._has_copies_of_inputs: bool | None = None
         self.backlogs: tuple[Backlog, ...] = ()
         """Backlog of each iterator that is behind those of other ranks; the last one trained on comes first."""
         self._given_again: tuple[GivenAgain, ...] = ()
@@ -175,13 +176,17 @@ class BatchData:
         """
         self.num_read = 0
         self._needs = inputs, labels
+        self._has_copies_of_inputs = None
         self.kept.clear()
         self._originals.clear()
 
     @property
     def has_copies_of_inputs(self) -> bool:
         """Whether inputs were copied that labels have no part in, so that a stage may have the copies."""
-        return self._needs == (True, False) and not gives_own_memory(source_of(self._iterator()))
+        if self._has_copies_of_inputs is None:
+            gives_own = gives_own_memory(source_of(self._iterator()))
+            self._has_copies_of_inputs = self._needs == (True, False) and not gives_own
+        return self._has_copies_of_inputs
 
     def read(self, number: int) -> Any:
         """Return the micro-batch of this number; those before it are kept until they are asked for."""

@@ -17,6 +17,8 @@ def copy_of_micro_batch(value: Any) -> Any:
     Anything else in it is not copied, and neither is a tensor that needs a gradient, which no iterator can fill
     again.
     """
+    if type(value) is torch.Tensor:
+        return value if value.requires_grad else value.clone()
     return with_leaves(Copies(), value)
 
 

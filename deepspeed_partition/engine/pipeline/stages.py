@@ -354,7 +354,7 @@ class StagesModule(deepspeed.pipe.PipelineModule):
     def _forward(self, forward_input: Any) -> Any:
         """Run the ``forward`` of the class of the module, which may be a program's own, around the layers."""
         if self._has_no_own_forward():
-            return self._forward_of_layers(forward_input)
+            return self._forward_of_layers(forward_input, is_replaced=False)
         own = self.__dict__
         own["_has_run_layers"] = False
         outputs = super().forward(forward_input)
@@ -371,9 +371,14 @@ class StagesModule(deepspeed.pipe.PipelineModule):
         first = getattr(super().forward, "__func__", None)
         return first is _RunsLayers.forward and not _is_forward_replaced()
 
-    def _forward_of_layers(self, forward_input: Any) -> Any:
-        """DeepSpeed's ``forward``, with what a plan has run twice or in halves."""
-        blocks, is_replaced = self._recomputed_blocks(), _is_forward_replaced()
+    def _forward_of_layers(self, forward_input: Any, *, is_replaced: bool) -> Any:
+        """DeepSpeed's ``forward``, with what a plan has run twice or in halves.
+
+        Args:
+            forward_input: The input of the active stage.
+            is_replaced: Whether a program has put its own ``forward`` into DeepSpeed's class.
+        """
+        blocks = self._recomputed_blocks()
         self.__dict__["_has_run_layers"] = not is_replaced
         if (blocks or self.activation_checkpoint_interval) and torch.is_grad_enabled() and not self._has_told:
             self._has_told = True
@@ -587,10 +592,10 @@ class StagesModule(deepspeed.pipe.PipelineModule):
 class _RunsLayers(deepspeed.pipe.PipelineModule):
     """A base right in front of DeepSpeed's class: ``super().forward`` of a program's class comes to it."""
 
-    _forward_of_layers: Callable[[Any], Any]
+    _forward_of_layers: Callable[..., Any]
 
     def forward(self, forward_input: Any) -> Any:
-        return self._forward_of_layers(forward_input)
+        return self._forward_of_layers(forward_input, is_replaced=_is_forward_replaced())
 
 
 def _is_forward_replaced() -> bool:

@@ -73,7 +73,7 @@ def tensors_of(boundary: Boundary) -> tuple[torch.Tensor, ...]:
 
 def has_twice(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether one tensor stands at two places."""
-    return len({id(tensor) for tensor in tensors}) < len(tensors)
+    return len(tensors) > 1 and len({id(tensor) for tensor in tensors}) < len(tensors)
 
 
 def first_places(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
@@ -131,8 +131,9 @@ class Loaded:
         boundary, self._boundary = self._boundary, None
         assert boundary is not None
         # With reentrant checkpointing they are leaves with a gradient, which a layer may not change in place.
-        own = tuple(tensor.clone() if tensor.requires_grad else tensor for tensor in tensors_of(boundary))
-        return own if isinstance(boundary, tuple) else own[0]
+        if isinstance(boundary, torch.Tensor):
+            return boundary.clone() if boundary.requires_grad else boundary
+        return tuple([tensor.clone() if tensor.requires_grad else tensor for tensor in boundary])
 
 
 class _Beginning(torch.autograd.Function):

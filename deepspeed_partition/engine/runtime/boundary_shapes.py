@@ -97,13 +97,14 @@ class Shapes:
         return _shapes(is_tuple, tuple(tensors), () if same == list(range(count)) else tuple(same))
 
     def empty(self, device: torch.device) -> Boundary:
-        if not self.is_tuple:
+        if len(self.tensors) == 1:
             like = self._like
             if like is None or like.device != device:
                 [(shape, dtype)] = self.tensors
                 like = torch.empty((1,) * len(shape), dtype=dtype, device=device).expand(shape)
                 object.__setattr__(self, "_like", like)
-            return torch.empty_like(like, memory_format=torch.contiguous_format)
+            tensor = torch.empty_like(like, memory_format=torch.contiguous_format)
+            return (tensor,) if self.is_tuple else tensor
         made: list[Any] = [
             None if self.same and self.same[place] != place else torch.empty(shape, dtype=dtype, device=device)
             for place, (shape, dtype) in enumerate(self.tensors)
