@@ -34,6 +34,8 @@ FEW_BUFFERS_SHARE = 0.3
 """The part of the time for steps that decide micro-batch by micro-batch with no more buffers than asked for."""
 REPLAY_SECONDS = 40e-6
 """Most time of the processor for each forward and each backward of a step from the end of the search on."""
+BOUND_SECONDS = 2e-6
+"""The same for the bound of the step, for each first and last layer of a stage, of which it makes tables."""
 LITTLE_SHARE, LEAST_SEARCH_SHARE = 0.02, 0.5
 """Share of the time that a search need not leave, and the least that it has."""
 WHOLE_SHARE = 0.6
@@ -91,12 +93,13 @@ def solve(problem: Problem, solver: Solver) -> Plan:
 
 
 def _deadline_of_search(problem: Problem) -> Deadline:
-    """Return the deadline of the search, which leaves time for the replay of a long step."""
+    """Return the deadline of the search, which leaves time for the replay of a long step, and for its bound."""
     deadline, m = problem.deadline, problem.num_micro_batches
     if m is None:
         return deadline
     num_stages = min(problem.chain.num_layers, MOST_STAGES_PER_DEVICE * problem.platform.num_devices)
-    share = 1 - REPLAY_SECONDS * 2 * m * num_stages / max(deadline.remaining_seconds(), 1e-9)
+    left = REPLAY_SECONDS * 2 * m * num_stages + BOUND_SECONDS * problem.chain.num_layers**2
+    share = 1 - left / max(deadline.remaining_seconds(), 1e-9)
     return deadline if share > 1 - LITTLE_SHARE else deadline.part(max(share, LEAST_SEARCH_SHARE))
 
 
