@@ -21,7 +21,12 @@ from deepspeed_partition.engine.runtime.environment import announce, warn_once
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
 from deepspeed_partition.planner.units import format_bytes
 from deepspeed_partition.profiling.sources import users_names
-from lightning_madpipe.checkpoint.layers_on_rank_zero import BESIDE
+from lightning_madpipe.checkpoint.layers_on_rank_zero import (
+    BESIDE,
+    MODULE,
+    take_from_rank_zero,
+    taken_in_words,
+)
 from lightning_madpipe.checkpoint.weight_copies import WAY_OUT, WeightCopies
 from lightning_madpipe.checkpoint.whole_model import LayersOfUser, can_be_whole
 from lightning_madpipe.compat.callback_patches import whole_module
@@ -31,6 +36,7 @@ from lightning_madpipe.compat.shared_buffers import SharedBuffers
 from lightning_madpipe.compat.state_dict_names import one_device_names
 from lightning_madpipe.module import (
     HOLDER,
+    PIPELINE,
     PipelineCall,
     PipelineHolder,
     called_as_written,
@@ -118,7 +124,7 @@ class SpreadModel:
             is_same = pipeline.num_stages == num_stages and has_layers(pipeline, call.layers)
             self._refuse_layers_of_one_rank(is_same)
             if is_same:
-                self.hand_back()
+                self._hand_back_of_rank_zero()
                 exchange_layers(pipeline, call.layers)
                 if plan is not None:
                     # The cut is that of the Trainer before, and this one asks for its own plan.
@@ -134,6 +140,7 @@ class SpreadModel:
                     "trainer.strategy.gather_model() on every rank"
                 )
         if pipeline is None:
+            self._take_from_rank_zero(self._unnamed(call))
             try:
                 pipeline = _built_pipeline(call, type(module).__name__, num_stages, base_seed, plan)
             except TooManyStagesError as error:
@@ -182,7 +189,30 @@ class SpreadModel:
                 "change layers on every rank"
             )
 
+    def follow_rank_zero(self) -> None:
+        """Let what rank 0 has of the module count, where every rank has all of it. Collective.
+
+        Raises:
+            MisconfigurationException: it has other tensors there.
+        """
+        pipeline = self.pipeline
+        if pipeline is None:  # whose layers are not known yet
+            self._take_from_rank_zero({MODULE: self.module})
+        elif self.is_whole_everywhere():
+            self._take_from_rank_zero({MODULE: self.module, **self._unnamed(pipeline.call_of_module)})
+
     def hand_back(self) -> None:
+        """Let what a script has changed on rank 0 alone since a run be on the other ranks. Collective.
+
+        Raises:
+            MisconfigurationException: it has other tensors there.
+        """
+        if self.pipeline.layers_of_user.on_rank_zero.is_there:
+            self._hand_back_of_rank_zero()
+        else:
+            self.follow_rank_zero()
+
+    def _hand_back_of_rank_zero(self) -> None:
         """Let what a script has changed on rank 0, where that alone has all layers, be on their ranks. Collective.
 
         Raises:
@@ -195,6 +225,29 @@ class SpreadModel:
                     layers.on_rank_zero.hand_back(self._layers_and_beside())
         except ValueError as error:
             raise self._lightning.refusal(str(error)) from None
+
+    def _take_from_rank_zero(self, modules: dict[str, nn.Module]) -> None:
+        if dist.get_world_size() == 1:
+            return
+        try:
+            words = taken_in_words(take_from_rank_zero(modules))
+        except ValueError as error:
+            raise self._lightning.refusal(str(error)) from None
+        if words is not None and dist.get_rank() == 0:
+            warn_once(f"taken/{words}", words)
+
+    def _unnamed(self, call: PipelineCall) -> dict[str, nn.Module]:
+        """The layers that are not in the module, so that its user has no names for them."""
+        named = {
+            id(tensor)
+            for name, tensor in tensors_by_name(self.module).items()
+            if not name.startswith(f"{PIPELINE}.")  # where those of this rank are
+        }
+        return {
+            str(owner): layer
+            for owner, layer in call.existing_modules()
+            if any(id(tensor) not in named for tensor in tensors_by_name(layer).values())
+        }
 
     def begin_anew_if_changed(self) -> None:
         """Let a fit that trains other weights than the one before be measured and planned anew. Collective.

@@ -461,6 +461,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             ignored = vars(self._lightning.module_class())
             if unlike := compare_ranks(module, ignored, self.global_rank, pipelines, is_new=is_new):
                 raise self._lightning.refusal(unlike)
+            self._spread.follow_rank_zero()
         captured = cache(
             lambda: captured_layers(trainer, module, self._lightning, self._resolved_num_micro_batches())
         )

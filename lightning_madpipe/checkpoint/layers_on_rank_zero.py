@@ -1,14 +1,15 @@
-"""What a script changes in the whole model on rank 0, where no other rank has it, given to the ranks that run it.
+"""What a script changes in the whole model on rank 0 alone, given to the ranks that run it.
 
-After a run with ``whole_model="rank_zero"`` each rank has its own layers, and rank 0 has copies of all. A script
-that goes on with the model there, under ``if trainer.is_global_zero:``, does what it would do in one process. So
-what it changes counts wherever the layers are used next.
+After a run with ``whole_model="rank_zero"`` each rank has its own layers, and rank 0 has copies of all
+(:class:`LayersOnRankZero`). Before the first run, and after one with ``"every_rank"``, each rank has all layers
+(:func:`take_from_rank_zero`). A script that changes the model under ``if trainer.is_global_zero:`` does what it
+would do in one process. So what it changes counts wherever the layers are used next.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deepspeed_partition.engine.pipeline.parts import parts_of, tensors_by_name
 from deepspeed_partition.engine.pipeline.stages import allocation_of
@@ -28,15 +31,32 @@ from deepspeed_partition.engine.repartition.part_descriptions import (
     set_attributes,
 )
 from deepspeed_partition.engine.runtime.collectives import (
+    broadcast_object,
     gather_objects,
     receive_bytes,
     refused_together,
     send_bytes,
 )
 from deepspeed_partition.tensor_values import bytes_view
+from lightning_madpipe.module import PIPELINE
 
 BESIDE = "beside"
 """The name, in the place of a layer's, of the tensors that the LightningModule has beside its layers."""
+
+MODULE = "module"
+"""The name, in the place of a layer's, of the LightningModule."""
+
+MOST_NAMED = 3
+
+BROUGHT = (
+    "{what} was changed on rank 0 alone, where whole_model='rank_zero' had brought it: its {name} is {there} "
+    "there and {here} on rank {rank}, which runs it. Call trainer.strategy.gather_model() on every rank, and "
+    "change layers on every rank"
+)
+EVERYWHERE = (
+    "{what} was changed on one rank alone: its {name} is {there} on rank 0 and {here} on rank {rank}. Change "
+    "layers on every rank; values of weights, as by load_state_dict(), may be changed on rank 0 alone"
+)
 
 
 class TensorInfo(NamedTuple):
@@ -49,42 +69,70 @@ class TensorInfo(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class NotedLayer:
-    """How a layer was on rank 0 when all of its values had come."""
+class NotedState:
+    """How the tensors and modes of a layer were."""
 
     tensors: list[TensorInfo]
     checksums: dict[str, int]
-    attributes: Fingerprints
     modes: dict[str, bool]
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> NotedState:
+        """Note how ``layer`` is now."""
+        return cls(
+            _infos(layer),
+            {name: _checksum(tensor) for name, tensor in _own_tensors(layer).items() if _has_bytes(tensor)},
+            {path: part.training for path, part in layer.named_modules() if not _is_of_host(path)},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NotedLayer:
+    """How a layer was on rank 0 when all of its values had come."""
+
+    state: NotedState
+    attributes: Fingerprints
 
     @classmethod
     def of(cls, layer: nn.Module) -> NotedLayer:
         """Note how ``layer`` is now."""
-        checksums = {name: _checksum(tensor) for name, tensor in tensors_by_name(layer).items()}
-        return cls(_infos(layer), checksums, fingerprints_of(layer), _modes(layer))
+        return cls(NotedState.of(layer), fingerprints_of(layer))
+
+    def changes_of(self, layer: nn.Module) -> ChangedLayer | None:
+        """Tell what of ``layer`` has changed since; None if nothing has."""
+        found = changed_attributes(layer, self.attributes)
+        attributes = {path: changed for path, changed in found.items() if changed}
+        return ChangedLayer.between(self.state, NotedState.of(layer), attributes)
 
 
 @dataclass(frozen=True, slots=True)
 class ChangedLayer:
-    """What a layer is now, where that is not what was noted."""
+    """What a layer is on rank 0, where that is not what was noted, or what another rank has."""
 
     tensors: list[TensorInfo]
+    unlike: list[str]
+    """The names of the tensors that are otherwise."""
     sent: list[str]
-    """The names of the tensors whose values follow."""
+    """The names of those whose values follow."""
     attributes: dict[str, dict[str, Any]]
     modes: dict[str, bool]
 
     @classmethod
-    def of(cls, layer: nn.Module, noted: NotedLayer) -> ChangedLayer | None:
-        """Tell what of ``layer`` has changed; None if nothing has."""
-        infos, tensors = _infos(layer), tensors_by_name(layer)
-        sent = [name for name, tensor in tensors.items() if _checksum(tensor) != noted.checksums.get(name)]
-        found = changed_attributes(layer, noted.attributes)
-        attributes = {path: changed for path, changed in found.items() if changed}
-        modes = {path: mode for path, mode in _modes(layer).items() if noted.modes.get(path) != mode}
-        if infos == noted.tensors and not sent and not attributes and not modes:
+    def between(
+        cls, other: NotedState, there: NotedState, attributes: dict[str, dict[str, Any]]
+    ) -> ChangedLayer | None:
+        """Tell what rank 0 has, ``there``, that ``other`` has not; None if both are the same."""
+        sent = [name for name, checksum in there.checksums.items() if other.checksums.get(name) != checksum]
+        others = set(other.tensors)
+        unlike = [info.name for info in there.tensors if info not in others or info.name in sent]
+        modes = {path: mode for path, mode in there.modes.items() if other.modes.get(path) != mode}
+        if there.tensors == other.tensors and not sent and not attributes and not modes:
             return None
-        return cls(infos, sent, attributes, modes)
+        return cls(there.tensors, unlike, sent, attributes, modes)
+
+    def parts(self) -> list[str]:
+        """The paths of the modules that are otherwise, or the name of a tensor that is not in one of them."""
+        return list(dict.fromkeys([*(name.rpartition(".")[0] or name for name in self.unlike), *self.modes]))
 
 
 class LayersOnRankZero:
@@ -128,23 +176,21 @@ class LayersOnRankZero:
         """
         if self._noted is None:
             return
-        mine = {name: ChangedLayer.of(layers[name], noted) for name, noted in self._noted.items()}
+        mine = {name: noted.changes_of(layers[name]) for name, noted in self._noted.items()}
         [changed, *_] = gather_objects({name: each for name, each in mine.items() if each is not None})
         if not changed:
             return
-        users, rank = self._users(), dist.get_rank()
-        own = {name: each for name, each in changed.items() if rank in users[name]}
-        refused_together(lambda: _check(own, layers))
-        device = torch.device(get_accelerator().current_device_name())
-        for name, each in changed.items():
-            if rank == 0:
-                tensors = tensors_by_name(layers[name])
-                for receiver in users[name]:
-                    for sent in each.sent:
-                        send_bytes(tensors[sent].to(device), receiver)
-                self._noted[name] = NotedLayer.of(layers[name])
-            elif name in own:
-                _take(layers[name], each, device)
+        users = self._users()
+        _hand_over(
+            [
+                {name: each for name, each in changed.items() if rank in users[name]}
+                for rank in range(dist.get_world_size())
+            ],
+            layers,
+            BROUGHT,
+        )
+        if dist.get_rank() == 0:
+            self._noted |= {name: NotedLayer.of(layers[name]) for name in changed}
         say_what_stays(each.attributes for each in changed.values())
 
     def _users(self) -> dict[str, list[int]]:
@@ -161,31 +207,98 @@ class LayersOnRankZero:
         return {**users, BESIDE: list(range(1, dist.get_world_size()))}
 
 
+def take_from_rank_zero(modules: Mapping[str, nn.Module]) -> list[dict[str, ChangedLayer]]:
+    """Let tensors and modes of rank 0 count in modules that every rank has as a whole. Collective.
+
+    Each rank reads all tensors once, for their checksums; only those that differ are sent.
+
+    Args:
+        modules: The same modules on every rank, by name.
+
+    Returns:
+        What each rank has taken, by the name of the module; alike on all ranks.
+
+    Raises:
+        ValueError: rank 0 has other tensors than another rank; on every rank.
+    """
+    mine = {name: NotedState.of(module) for name, module in modules.items()}
+    there = broadcast_object(mine, 0)
+    nothing = NotedState([], {}, {})
+    found = {name: ChangedLayer.between(mine[name], there.get(name, nothing), {}) for name in modules}
+    taken = gather_objects({name: each for name, each in found.items() if each is not None})
+    if any(taken):
+        _hand_over(taken, modules, EVERYWHERE)
+    return taken
+
+
+def taken_in_words(taken: Sequence[Mapping[str, ChangedLayer]]) -> str | None:
+    """The sentence on what ranks have taken from rank 0; None if they have taken nothing."""
+    ranks = [rank for rank, changed in enumerate(taken) if changed]
+    if not ranks:
+        return None
+    parts = {
+        ".".join(filter(None, ("self", path))) if name == MODULE else _named(name): None
+        for changed in taken
+        for name, each in changed.items()
+        for path in each.parts()
+    }
+    named, num_more = ", ".join([*parts][:MOST_NAMED]), len(parts) - MOST_NAMED
+    more = f" and {num_more} more" if num_more > 0 else ""
+    who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
+    return (
+        f"{who} other weights, buffers, modes or requires_grad in {named}{more} than rank 0: "
+        "those of rank 0 count on every rank, as its weights and buffers do under ddp"
+    )
+
+
+def _hand_over(taken: Sequence[Mapping[str, ChangedLayer]], layers: Mapping[str, nn.Module], refusal: str) -> None:
+    """Send what rank 0 has to each rank that takes it. Collective.
+
+    Args:
+        taken: What each rank takes, by the name of the layer.
+        layers: The layers, as this rank has them.
+        refusal: The sentence of an exception.
+
+    Raises:
+        ValueError: rank 0 has other tensors of a layer than a rank that takes it; on every rank.
+    """
+    rank = dist.get_rank()
+    refused_together(lambda: _check(taken[rank], layers, refusal))
+    device = torch.device(get_accelerator().current_device_name())
+    for receiver, changed in enumerate(taken):
+        for name, each in changed.items():
+            if rank == 0:
+                tensors = _own_tensors(layers[name])
+                for sent in each.sent:
+                    send_bytes(tensors[sent].to(device), receiver)
+            elif rank == receiver:
+                _take(layers[name], each, device)
+
+
 def _stage_of(grid: Any, rank: int) -> int:
     return int(grid._topo.get_coord(rank).pipe)
 
 
-def _check(changed: Mapping[str, ChangedLayer], layers: Mapping[str, nn.Module]) -> None:
+def _check(changed: Mapping[str, ChangedLayer], layers: Mapping[str, nn.Module], refusal: str) -> None:
     """Compare the form of tensors on rank 0 with what is here.
 
     Raises:
-        ValueError: they are others.
+        ValueError: they are others. Buffers may have another form there, for layers make them, and let them grow.
     """
     for name, each in changed.items():
         here = {info.name: info for info in _infos(layers[name])}
         there = {info.name: info for info in each.tensors}
-        unlike = next((key for key in {**there, **here} if _form(there.get(key)) != _form(here.get(key))), None)
-        if unlike is not None:
-            raise ValueError(
-                f"{_named(name)} changed on rank 0 alone, where whole_model='rank_zero' had brought it: its "
-                f"{unlike} is {_words(there.get(unlike))} there and {_words(here.get(unlike))} on rank "
-                f"{dist.get_rank()}, which runs it. Call trainer.strategy.gather_model() on every rank, and "
-                "change layers on every rank"
-            )
+        buffers = _places_of_buffers(layers[name])
+        unlike = (key for key in {**there, **here} if _form(there.get(key)) != _form(here.get(key)))
+        key = next((key for key in unlike if key not in there or key not in buffers), None)
+        if key is not None:
+            words = {"there": _words(there.get(key)), "here": _words(here.get(key)), "rank": dist.get_rank()}
+            raise ValueError(refusal.format(what=_named(name), name=key, **words))
 
 
 def _named(name: str) -> str:
-    return "what the module has beside its layers was" if name == BESIDE else f"layer {name!r} was"
+    found = {BESIDE: "what the module has beside its layers", MODULE: "the module"}
+    return found.get(name, f"layer {name!r}")
 
 
 def _form(info: TensorInfo | None) -> tuple[torch.Size, torch.dtype] | None:
@@ -197,28 +310,57 @@ def _words(info: TensorInfo | None) -> str:
 
 
 def _take(layer: nn.Module, changed: ChangedLayer, device: torch.device) -> None:
-    tensors, modules = tensors_by_name(layer), dict(layer.named_modules())
+    tensors, modules, buffers = _own_tensors(layer), dict(layer.named_modules()), _places_of_buffers(layer)
     infos = {info.name: info for info in changed.tensors}
     for name in changed.sent:
-        tensors[name].data.copy_(receive_bytes(infos[name].shape, infos[name].dtype, device, 0))
-    for name, info in infos.items():
-        if isinstance(tensors[name], nn.Parameter):
-            tensors[name].requires_grad_(info.requires_grad)
+        value = receive_bytes(infos[name].shape, infos[name].dtype, device, 0)
+        tensor = tensors.get(name)
+        if tensor is None:  # a buffer that is None here, or one with another buffer
+            table, key = buffers[name]
+            table[key] = value.to("cpu")
+        elif tensor.shape == value.shape and tensor.dtype == value.dtype:
+            tensor.data.copy_(value)
+        else:
+            tensor.data = value.to(tensor.device)
+    for name, tensor in tensors.items():
+        if isinstance(tensor, nn.Parameter) and name in infos:
+            tensor.requires_grad_(infos[name].requires_grad)
     set_attributes(layer, changed.attributes)
     for path, mode in changed.modes.items():
         if path in modules:
             modules[path].training = mode
 
 
+def _places_of_buffers(layer: nn.Module) -> dict[str, tuple[Any, str]]:
+    """The table and the key there of each buffer, also of those that are None, by name."""
+    return {
+        f"{path}.{key}" if path else key: (part._buffers, key)
+        for path, part in layer.named_modules()
+        for key in part._buffers.keys()  # noqa: SIM118  a scripted module's table is no dict
+    }
+
+
 def _infos(layer: nn.Module) -> list[TensorInfo]:
     return [
         TensorInfo(name, tensor.shape, tensor.dtype, tensor.requires_grad)
-        for name, tensor in tensors_by_name(layer).items()
+        for name, tensor in _own_tensors(layer).items()
+        if _has_bytes(tensor)
     ]
 
 
-def _modes(layer: nn.Module) -> dict[str, bool]:
-    return {path: part.training for path, part in layer.named_modules()}
+def _own_tensors(layer: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors_by_name(layer).items() if not _is_of_host(name)}
+
+
+def _is_of_host(path: str) -> bool:
+    """Whether something is in the child by which a LightningModule has layers of this rank without a name."""
+    return path.partition(".")[0] == PIPELINE
+
+
+def _has_bytes(tensor: Tensor) -> bool:
+    """Whether the values of a tensor are there, one after the other."""
+    is_plain = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+    return is_plain and not (is_lazy(tensor) or tensor.is_meta or is_traceable_wrapper_subclass(tensor))
 
 
 def _checksum(tensor: Tensor) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import os
 import pickle
 import unittest.mock
 from collections import Counter, deque
@@ -672,6 +673,128 @@ def _replace(module: Any, where: str) -> None:
         module.blocks[3].linear.bias = None
 
 
+OTHER_VALUES = " other weights, buffers, modes or requires_grad in "
+
+
+class Unnamed(cases.Steps):
+    """Has layers in a plain list, where torch does not look."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        width = cases.WIDTH
+        self.layers = [nn.Linear(cases.NUM_FEATURES, width), *(Shifted() for _ in range(4))]
+        self.layers.append(nn.Linear(width, cases.NUM_CLASSES))
+
+    def pipeline_layers(self) -> list[Any]:
+        return self.layers
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD((weight for layer in self.layers for weight in layer.parameters()), lr=0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Plain(cases.Steps):
+    """Names no layers."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        self.body, self.neck = nn.Linear(cases.NUM_FEATURES, cases.WIDTH), cases.Block()
+        self.head = nn.Linear(cases.WIDTH, cases.NUM_CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.neck(torch.tanh(self.body(x))))
+
+
+def is_rank_zero() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _change(module: Any, blocks: slice, number: int) -> None:
+    """Change all but attributes of layers, of which it is said that they differ."""
+    _adjust(module, blocks, number)
+    for block in module.blocks:
+        block.factor = 1.0
+
+
+def changed_on_rank_zero(host: cases.Host) -> dict[str, Any]:
+    """A script changes the model on rank 0 alone, before a run and between runs that leave it everywhere."""
+    record: dict[str, Any] = {}
+    strategies = {"cut": {**CUT, "warmup_epochs": 0}, "replicas": {"num_stages": 1}}
+    for name, strategy in strategies.items():
+        module = cases.seeded(Adjusted)
+        if is_rank_zero():
+            _change(module, slice(2, 5), 4)
+            module.blocks.requires_grad_(True)
+        with Said() as said:
+            first = fitted(host, module, strategy=strategy, max_epochs=1)
+        lines = [line for line in said.lines if OTHER_VALUES in line]
+        assert len(lines) == (host.pipelined and is_rank_zero() and name == "cut"), said.lines  # once
+        trainer, record[name] = first["trainer"], {"first": first["rows"]}
+        if is_rank_zero():
+            _change(module, slice(1, 4), 3)
+        trainer.test(module, cases.loader(21, seed=3), verbose=False)
+        record[name]["test"] = cases.end(trainer)["metrics"]
+        if is_rank_zero():
+            _change(module, slice(2, 5), 7)
+        again = fitted(host, module, strategy=strategy, max_epochs=1)
+        record[name]["again"] = again["rows"]
+        if is_rank_zero():
+            _change(module, slice(2, 5), 8)
+        path = host.folder / f"changed-{name}-{host.num_processes}.ckpt"
+        again["trainer"].save_checkpoint(path, weights_only=True)
+        record[name]["saved"] = _sums(torch.load(path, weights_only=False)["state_dict"])
+    return record
+
+
+def built_unlike(host: cases.Host) -> dict[str, Any]:
+    """Each rank draws initial weights of its own; so does a script that seeds nothing."""
+    record: dict[str, Any] = {}
+    kinds: list[tuple[Any, Any]] = [(Plain, None), (cases.TiedLanguageModel, [0, 3, 6])]
+    words = DataLoader(TensorDataset(torch.arange(96).reshape(16, 6) % cases.VOCABULARY), batch_size=8)
+    for kind, cut in kinds:
+        module = cases.seeded(kind, seed=int(os.environ.get("RANK", "0")))
+        strategy = {"warmup_epochs": 0, **({} if cut is None else {"algorithm": cut})}
+        recorder = cases.Recorder()
+        trainer = host.trainer(recorder, max_epochs=1, strategy=strategy)
+        trainer.fit(module, cases.loader(32) if cut is None else words)
+        record[kind.__name__] = {"rows": recorder.rows, "sums": _sums(module.state_dict())}
+    return record
+
+
+def layers_without_names_on_rank_zero(host: cases.Host) -> dict[str, Any]:
+    """Those change on all ranks, or on rank 0 alone."""
+    rows = []
+    for is_changed in (True, is_rank_zero()):
+        module = cases.seeded(Unnamed)
+        strategy = {"algorithm": [0, 3, 6], "warmup_epochs": 0}
+        for shift in (0.5, 0.25):
+            if is_changed:
+                module.layers[4].shift.add_(shift)
+                module.layers[5].weight.data.mul_(0.5)
+            rows.append(fitted(host, module, strategy=strategy, max_epochs=1)["rows"])
+    return {"on all": rows[:2], "on rank 0": rows[2:]}
+
+
+def layers_of_one_rank(host: cases.Host) -> dict[str, Any]:
+    """Rank 0 alone has a layer with other tensors: refused; it alone has a buffer of another form: taken."""
+    module = cases.seeded(Adjusted)
+    fitted(host, module, strategy=CUT, max_epochs=1)
+    if is_rank_zero():
+        _replace(module, "bias")
+    record = {"parameter": refused(lambda: fitted(host, module, strategy=CUT, max_epochs=1))}
+    module = cases.seeded(Adjusted)
+    module.blocks[4].register_buffer("cache", None)
+    if is_rank_zero():
+        module.blocks[4].cache, module.blocks[3].shift = torch.ones(3), torch.full((1,), 0.5)
+    fitted(host, module, strategy=CUT, max_epochs=1)
+    record["buffers"] = [module.blocks[4].cache.tolist(), module.blocks[3].shift.tolist()]
+    return record
+
+
 def ends_of(module: Any) -> dict[str, str]:
     inputs = torch.ones(1, cases.NUM_FEATURES)
     return {
@@ -972,6 +1095,8 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         layers_that_keep,
         scripted_layers,
         adjusted_on_rank_zero,
+        changed_on_rank_zero,
+        built_unlike,
         copied_layers,
     ],
     4: [],
@@ -985,6 +1110,8 @@ ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         in_every_precision,
         whole_elsewhere,
         layers_of_rank_zero,
+        layers_of_one_rank,
+        layers_without_names_on_rank_zero,
         planned_again,
         specs_after_fit,
     ],

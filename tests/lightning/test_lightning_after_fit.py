@@ -25,7 +25,7 @@ def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         "read_where_a_file_is_expected", "compiled_sequential", "whole_again", "optimizer_from_outside",
         "tied_and_metric", "types_stay", "compiled_again", "unfrozen_and_fitted_again", "planned_otherwise",
         "layers_that_keep", "scripted_layers", "adjusted_on_rank_zero",
-        "copied_layers",
+        "copied_layers", "changed_on_rank_zero", "built_unlike",
     ],
 )  # fmt: skip
 def test_two_stages_do_as_one_process(two: Records, case: str) -> None:
@@ -38,6 +38,7 @@ def test_two_stages_do_as_one_process(two: Records, case: str) -> None:
     of the time when they had, and the trained model computed something else on each rank without a word. Scripted
     layers ended with an AttributeError. What a script changed on rank 0 after ``whole_model="rank_zero"`` stayed
     there. Copies of layers that a hook had made with ``copy.deepcopy`` lacked tensors when they were loaded.
+    Weights that a script loaded on rank 0 alone counted for the layers of rank 0 alone.
     """
     assert_same(two.of(case), two.reference[case], tolerance=TOLERANCES.get(case, 1e-5))
 
@@ -131,6 +132,18 @@ def test_layers_that_rank_0_alone_has_changed_are_refused(two: Records, kind: st
     said = [line for rank in two.ranks for line in rank["layers_of_rank_zero"]["said"]]
     assert len(said) == 1, "on one rank, and in no run before the attribute differs"
     assert "self.gain is 0.5 on rank 0 and 1.0 on rank 1" in said[0] and "Set the same on all ranks" in said[0]
+
+
+def test_layers_without_names_have_the_values_of_rank_zero(two: Records) -> None:
+    record = two.of("layers_without_names_on_rank_zero")
+    assert record["on rank 0"] == record["on all"]
+
+
+def test_other_tensors_on_one_rank_are_refused_but_for_buffers(two: Records) -> None:
+    record = two.of("layers_of_one_rank")
+    assert "its blocks.3.linear.bias is absent on rank 0 and (12,) of float32 on rank 1" in record["parameter"]
+    assert "Change layers on every rank" in record["parameter"]
+    assert record["buffers"] == [[1.0, 1.0, 1.0], [0.5]]
 
 
 def test_a_call_on_one_rank_is_named_on_the_other(tmp_path: Path) -> None:
