@@ -6,7 +6,9 @@ gradient. So each call of a function of torch is noted, by the lines of the prog
 
 Or it makes a number of its batch, in Python or as a tensor, and multiplies its loss by it in some batches alone. A
 number of a schedule is the same in all micro-batches of a batch, and one of the batch is not. So the numbers that
-calls are given are compared between these.
+calls are given are compared between these. They may be alike in all of them and another one for the batch, such as
+how many samples or classes there are. So where a step that is tried reads whole numbers of its batch that its
+micro-batches do not have, fractions that are new at their place are a sign, too.
 """
 
 from __future__ import annotations
@@ -78,6 +80,11 @@ READS = LEAVES_TORCH | {
     *(Tensor.__bool__, Tensor.__complex__, Tensor.__float__, Tensor.__index__, Tensor.__int__),
 }
 """What computes nothing of a number that it is given."""
+GIVES = frozenset((
+    Tensor.item, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.__bool__, Tensor.__float__,
+    Tensor.__index__, Tensor.__int__,
+))  # fmt: skip
+"""What gives Python a number."""
 COMES_BACK = frozenset((torch.tensor, torch.as_tensor, torch.asarray))
 """What makes tensors of other things; of ``torch.from_numpy`` a mode hears nothing, but of what is called next."""
 
@@ -89,6 +96,8 @@ class TorchCalls(TorchFunctionMode):
         super().__init__()
         self.made: Calls = defaultdict(set)
         self.numbers: Numbers = defaultdict(list)
+        self.read: Numbers = defaultdict(list)
+        """The whole numbers that Python is given, and how many elements it takes at once."""
         self._leaves: Site | None = None
         self._comes_back: Site | None = None
         self._left: set[int] = set()
@@ -132,7 +141,16 @@ class TorchCalls(TorchFunctionMode):
                     self._note_numbers(site, (*args, *kwargs.values()) if kwargs else args)
                 if self._leaves is not None or func in LEAVES_TORCH:
                     self._look_beyond(func, site, args)
+                result = func(*args, **(kwargs or {}))
+                if func in GIVES or func in LEAVES_TORCH:
+                    self._note_read(site, args[0].numel() if func in LEAVES_TORCH else result)
+                return result
         return func(*args, **(kwargs or {}))
+
+    def _note_read(self, site: Site, number: Any) -> None:
+        is_whole = isinstance(number, int) or (isinstance(number, float) and number.is_integer())
+        if is_whole and len(self.read[site]) < MOST_NUMBERS:
+            self.read[site].append(number)
 
 
 def _storage_of(tensor: Tensor) -> Any:
@@ -204,6 +222,9 @@ class UnlikeNumbers:
     def __init__(self) -> None:
         self._of_parts: list[Numbers] = []
         self._known: set[Site] = set()
+        self._fractions = NewFractions()
+        self.has_new_fractions = False
+        """Whether the last batch had fractions that may be another number of the whole batch."""
 
     def begin(self) -> None:
         """Begin a batch."""
@@ -214,18 +235,78 @@ class UnlikeNumbers:
         own = {site: given for site, given in numbers.items() if site not in self._known}
         self._of_parts.append(own)
 
+    def begin_trial(self) -> None:
+        """Begin the trial of a batch."""
+        self.begin()
+        self._fractions.begin_trial()
+
+    def add_tried(self, calls: TorchCalls) -> None:
+        """Add those of a step that is tried."""
+        self.add(calls.numbers)
+        self._fractions.note_read(calls.read)
+
+    def end_trial(self) -> None:
+        """Know the numbers of a batch that has been tried."""
+        self._are_new(is_tried=True)
+
     def are_new(self) -> bool:
         """Whether those of the batch differ where none did before; they are known then."""
+        return self._are_new(is_tried=False)
+
+    def _are_new(self, *, is_tried: bool) -> bool:
         first: Numbers = {}
+        of_parts = _read(self._of_parts)
         new = {
             site
-            for numbers in _read(self._of_parts)
+            for numbers in of_parts
             for site, own in numbers.items()
             if _differ(first.setdefault(site, own), own)
         }
         self._known |= new
+        self.has_new_fractions = self._fractions.are_new(of_parts, is_tried=is_tried)
         self.begin()
         return bool(new)
+
+
+class NewFractions:
+    """The places of calls that get fractions which no step that was tried has given them.
+
+    They are no sign but where a step that was tried has read whole numbers of its batch that its micro-batches do
+    not have: of these it may make a number that is alike in all micro-batches and another one for the batch. Then
+    new ones are a sign at the 1st, 2nd, 4th, 8th, ... time at the same place: those of a schedule are new in each
+    batch.
+    """
+
+    def __init__(self) -> None:
+        self._read: Numbers = {}
+        self._are_looked_at = False
+        self._seen: dict[Site, set[float]] = defaultdict(set)
+        self._num_new: Counter[Site] = Counter()
+
+    def begin_trial(self) -> None:
+        """Begin the trial of a batch."""
+        self._read = {}
+
+    def note_read(self, read: Numbers) -> None:
+        """Note the whole numbers that a step reads of a batch that is tried, or of a part of it."""
+        for site, own in read.items():
+            self._are_looked_at |= _differ(self._read.setdefault(site, own), own)
+
+    def are_new(self, of_parts: Sequence[Numbers], *, is_tried: bool) -> bool:
+        """Whether those of a batch are a sign; they are known then."""
+        if not self._are_looked_at:
+            return False
+        new = set()
+        for site, own in ((site, own) for numbers in of_parts for site, own in numbers.items()):
+            seen = self._seen[site]
+            others = {float(each) for each in own if isinstance(each, _FRACTIONS) and each == each} - seen
+            if others and len(seen) < MOST_ARGUMENTS:
+                new.add(site)
+                seen |= others
+        if is_tried:
+            return False
+        self._num_new.update(new)
+        return any(number & (number - 1) == 0 for number in map(self._num_new.__getitem__, new))
 
 
 def _read(of_parts: Sequence[Numbers]) -> list[Numbers]:

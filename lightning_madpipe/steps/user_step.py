@@ -507,7 +507,11 @@ class UserSteps:
         if micro_batch.place == 0:
             self._unlike_numbers.begin()
         self._unlike_numbers.add(calls.numbers)
-        if not micro_batch.is_last or not self._unlike_numbers.are_new():
+        if not micro_batch.is_last:
+            return
+        if not self._unlike_numbers.are_new():
+            if self._unlike_numbers.has_new_fractions:
+                self._give_up(micro_batch)
             return
         self._times_unlike += 1
         if self._times_unlike > MOST_TIMES_NEW:
@@ -657,11 +661,11 @@ class UserSteps:
     @contextmanager
     def trial(self) -> Iterator[None]:
         """The steps within are of one batch, which is tried."""
-        self._unlike_numbers.begin()
+        self._unlike_numbers.begin_trial()
         try:
             yield
         finally:
-            self._unlike_numbers.are_new()
+            self._unlike_numbers.end_trial()
 
     def forget_trials(self) -> None:
         """Let each training step that is watched show a sign of a loss that was not tried."""
@@ -798,7 +802,7 @@ class UserSteps:
             if not is_known:
                 self._tried |= graph.operations
                 self._tried_calls.note(calls.made)
-                self._unlike_numbers.add(calls.numbers)
+                self._unlike_numbers.add_tried(calls)
                 self.class_weights.note(graph.class_weights)
                 self._tried_names |= names_of_numbers(logged, kept)
             wanted = [leaf for leaf in leaves if leaf.requires_grad]

@@ -432,14 +432,17 @@ class PreparesInThird(Layers):
 class ScalesInThird(Layers):
     """Makes a number of each batch, and multiplies its loss by it in step 3 alone, in the place of another one."""
 
-    def __init__(self, in_python: bool) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.in_python = in_python
+        self.kind = kind
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y = batch
         loss = F.cross_entropy(self(x), y)
-        if self.in_python:
+        if self.kind == "samples":  # all micro-batches have as many
+            size = len(y) / 16
+            return loss * (size if batch_idx == 2 else 1 / (1 + batch_idx))
+        if self.kind == "numbers":
             share = sum(y.tolist()) / len(y)
             return loss * (share if batch_idx == 2 else 1 / (1 + batch_idx))
         mean, one = y.float().mean(), torch.ones(())
@@ -1059,8 +1062,10 @@ def losses(host: Host) -> dict[str, Any]:
             f"{what} in step 3": functools.partial(prepared, host, what)
             for what in ("inputs", "labels", "weights", "shifted")
         },
-        "numbers in step 3": lambda: fitted(host, lambda: ScalesInThird(True), labelled(54), max_epochs=1),
-        "factors in step 3": lambda: fitted(host, lambda: ScalesInThird(False), labelled(54), max_epochs=1),
+        **{
+            f"{kind} in step 3": functools.partial(scaled, host, kind)
+            for kind in ("numbers", "factors", "samples")
+        },
         "named late": lambda: fitted(host, NamedLate, labelled(54), max_epochs=1),
         "returned counts": lambda: fitted(host, ReturnsCounts, labelled(54)),
         "logged late": lambda: fitted(host, LoggedLate, texts(16) * 6, max_epochs=1),
@@ -1083,6 +1088,10 @@ def losses(host: Host) -> dict[str, Any]:
 
 def prepared(host: Host, what: str) -> dict[str, Any]:
     return fitted(host, lambda: PreparesInThird(what), labelled(54), max_epochs=1)
+
+
+def scaled(host: Host, kind: str) -> dict[str, Any]:
+    return fitted(host, lambda: ScalesInThird(kind), labelled(54), max_epochs=1)
 
 
 def drawing(host: Host, build: Callable[[], Any], **arguments: Any) -> dict[str, Any]:

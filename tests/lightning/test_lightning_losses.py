@@ -94,6 +94,7 @@ FOUND: dict[str, tuple[bool, list[Any]]] = {
     "shifted in step 3": (True, ["samples"]),
     "numbers in step 3": (True, ["samples"]),
     "factors in step 3": (True, ["samples"]),
+    "samples in step 3": (True, ["samples"]),
     "named late": (False, ["samples"]),
     "returned counts": (False, ["samples"]),
     "logged late": (False, LABELS),

@@ -176,6 +176,54 @@ def test_a_number_that_a_step_makes_of_its_batch_is_a_sign_once(step: Any, place
     assert [number for number, sign in enumerate(signs) if sign and number] == [place] * (place is not None)
 
 
+def of_classes(y: Tensor, batch_idx: int) -> Any:
+    share = len(y.unique()) / 10
+    return X * (share if batch_idx > 2 else 1.0)
+
+
+def of_samples_alone(y: Tensor, batch_idx: int) -> Any:
+    share = y.numel() / 4
+    return X * (share if batch_idx > 2 else 1.0)
+
+
+def of_a_list(y: Tensor, batch_idx: int) -> Any:
+    number = float(len({*y.tolist()}))
+    return torch.add(X, X, alpha=number if batch_idx > 2 else 1.5)
+
+
+@pytest.mark.parametrize(
+    "step, places",
+    [
+        (of_classes, [3]),
+        (of_samples_alone, [3]),
+        (of_a_list, [3]),
+        (of_a_schedule, [1, 2, 4, 8, 16]),
+        (of_samples, []),
+        (lambda y, batch_idx: X * 0.9**batch_idx, []),
+    ],
+)
+def test_a_number_that_micro_batches_share_is_a_sign(step: Any, places: list[int]) -> None:
+    """It was trained on as a number of a schedule, where that of the whole batch is another one."""
+    unlike, whole, parts = UnlikeNumbers(), torch.tensor([0, 1, 2, 1, 0, 2]), (Y[:2], Y[1:3], Y[2:])
+    unlike.begin_trial()
+    signs = []
+    for batch_idx in range(20):
+        for part in parts if batch_idx else (whole, *parts):
+            calls = TorchCalls()
+            with calls:
+                step(part, batch_idx)
+            if batch_idx == 0:
+                unlike.add_tried(calls)
+            else:
+                unlike.add(calls.numbers)
+        if batch_idx == 0:
+            unlike.end_trial()
+        else:
+            assert not unlike.are_new()
+        signs.append(unlike.has_new_fractions)
+    assert [number for number, sign in enumerate(signs) if sign] == places
+
+
 def test_there_is_an_end_to_places_that_are_new() -> None:
     tried = TriedCalls()
     made = [{(str(place),): {()}} for place in range(MOST_PLACES + 2)]
