@@ -198,7 +198,8 @@ class SpreadModel:
         pipeline = self.pipeline
         if pipeline is None:  # whose layers are not known yet
             self._take_from_rank_zero({MODULE: self.module})
-        elif self.is_whole_everywhere():
+        elif self.is_whole_everywhere() and not pipeline.layers_of_user.are_with_engine:
+            # An engine to which layers are lent, to be saved, has those of this rank in its own types.
             self._take_from_rank_zero({MODULE: self.module, **self._unnamed(pipeline.call_of_module)})
 
     def hand_back(self) -> None:
