@@ -105,26 +105,6 @@ def common_marks() -> dict[str, Any]:
     return _states_with(ctypes.string_at(bits.ctypes.state_address, _BYTES_OF_WORDS))
 
 
-_kept_of_numpy: tuple[bytes, Any] | None = None
-"""Where NumPy's common generator was, and its whole state there."""
-
-
-def state_of_numpy() -> Any:
-    """``numpy.random.get_state()``, which is kept for as long as nobody draws: it takes longer than a transfer."""
-    global _kept_of_numpy
-    bits = COMMON["numpy.random"]._bit_generator
-    if type(bits) is not np.random.MT19937:
-        return np.random.get_state(legacy=False)
-    words = ctypes.string_at(bits.ctypes.state_address, _BYTES_OF_WORDS)
-    if _kept_of_numpy is None or _kept_of_numpy[0] != words:
-        state: Any = np.random.get_state()
-        _, _, _, has_normal, _ = state
-        if has_normal:  # whose draw leaves the words as they are
-            return state
-        _kept_of_numpy = words, state
-    return _kept_of_numpy[1]
-
-
 def _state_of_numpy() -> tuple[Any, ...]:
     generator = COMMON["numpy.random"]
     if type(generator._bit_generator) is not np.random.MT19937:  # after ``numpy.random.set_bit_generator``

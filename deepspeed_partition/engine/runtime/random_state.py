@@ -18,7 +18,6 @@ from deepspeed_partition.generators import (
     generators_of,
     set_generator_state,
     set_tracked_states,
-    state_of_numpy,
     tracked_states,
 )
 
@@ -26,7 +25,7 @@ from deepspeed_partition.generators import (
 def random_state() -> Callable[[], None]:
     """Return a function that puts every random generator that a layer may draw from back to where it is now."""
     accelerator = get_accelerator()
-    python, numbers, cpu = random.getstate(), state_of_numpy(), torch.get_rng_state()
+    python, numbers, cpu = random.getstate(), numpy.random.get_state(legacy=False), torch.get_rng_state()
     device = None if accelerator.device_name() == "cpu" else accelerator.get_rng_state()
     tracked = tracked_states()
 
