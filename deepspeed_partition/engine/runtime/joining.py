@@ -6,6 +6,7 @@ never come: then this rank ends with the reason. Of others it is said, once, tha
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
@@ -24,7 +25,11 @@ TICK_SECONDS = 0.5
 SLOW_BEGINNING = 2
 """How many times as long a rank waits without a line where all ranks of the job have a process on this machine."""
 
+LAST_PATIENCE_SECONDS = 5.0
+"""How long the end of the process waits for the thread that looks on."""
+
 _begun = False
+_over = threading.Event()
 _started_by: int | None = None
 
 
@@ -45,13 +50,20 @@ def watch_joining(started_by: int | None = None) -> None:
         target=_look_on, args=(int(rank), int(size), port), name="madpipe-joining", daemon=True
     )
     look_on.start()
+    atexit.register(_end, look_on)
+
+
+def _end(look_on: threading.Thread) -> None:
+    """End the thread, where no engine has: one that still runs when Python ends may abort the process."""
+    _over.set()
+    look_on.join(LAST_PATIENCE_SECONDS)
 
 
 def _look_on(rank: int, size: int, port: str) -> None:
     seen: set[int] = set()
     place: tuple[int, int] | None = None
     since, said = time.monotonic(), False
-    while not watch.watch.is_looking:
+    while not watch.watch.is_looking and not _over.is_set():
         there = ranks_on_this_machine(size, port, os.listdir("/proc") if Path("/proc/self").exists() else ())
         if _started_by is not None:
             there = there | {0} if os.getppid() == _started_by else there
@@ -77,7 +89,7 @@ def _look_on(rank: int, size: int, port: str) -> None:
             said = True
             where = f"{_ranks(missing)} not seen on this machine" if missing else "all have a process here"
             log_here(f"rank {rank} has waited {waited:.0f} s {_what_for(size, port)}: {where}")
-        time.sleep(TICK_SECONDS)
+        _over.wait(TICK_SECONDS)
 
 
 def _what_for(size: int, port: str) -> str:
