@@ -35,7 +35,7 @@ FEW_BUFFERS_SHARE = 0.3
 REPLAY_SECONDS = 40e-6
 """Most time of the processor for each forward and each backward of a step from the end of the search on."""
 BOUND_SECONDS = 2e-6
-"""The same for the bound of the step, for each first and last layer of a stage, of which it makes tables."""
+"""Most time of the processor for the lower bound of a step, for each pair of first and last layer of a stage."""
 LITTLE_SHARE, LEAST_SEARCH_SHARE = 0.02, 0.5
 """Share of the time that a search need not leave, and the least that it has."""
 WHOLE_SHARE = 0.6
