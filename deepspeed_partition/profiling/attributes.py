@@ -37,6 +37,7 @@ from deepspeed_partition.kept_values import (
     state_of,
     told_of,
 )
+from deepspeed_partition.module_hooks import MODULE_HOOKS
 from deepspeed_partition.pipeline_attributes import (
     is_engine,
     is_pipeline_module,
@@ -48,7 +49,6 @@ from deepspeed_partition.tensor_values import put_back as put_values_back
 PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
 """Types of values that nothing changes in place."""
 _OF_TORCH = frozenset(vars(nn.Module()))
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_DEEPSPEED = ("ds_", "_ds_")
 _DEPTH = 2
 _MOST_MEMBERS = 1000
@@ -335,7 +335,7 @@ class _Held:
 
     def _add_hooks_of(self, module: nn.Module) -> None:
         for part in module.modules():
-            for kind in _HOOKS:
+            for kind in MODULE_HOOKS:
                 for hook in list(getattr(part, kind, {}).values()):
                     self.add(hook)
 

@@ -11,6 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from deepspeed_partition.code_names import is_installed
+from deepspeed_partition.module_hooks import MODULE_HOOKS
 from deepspeed_partition.planner.weight_versions import FLUSH, TWO_VERSIONS
 from lightning_madpipe.compat.running_code import OTHERS
 from lightning_madpipe.compat.source_lines import line_that_sets
@@ -396,20 +397,12 @@ def hooks_of_weight(weight: Any) -> dict[Any, Any]:
 def hooks_of(part: nn.Module) -> dict[str, list[Any]]:
     """The hooks of a module by their kind, but for those of libraries, such as ``weight_norm``."""
     found = {}
-    for table, kind in HOOKS.items():
+    for table, kind in MODULE_HOOKS.items():
         hooks = [hook for hook in (vars(part).get(table) or {}).values() if not is_of_library(hook)]
         if hooks:
             found[kind] = hooks
     return found
 
-
-HOOKS = {
-    "_forward_pre_hooks": "forward pre",
-    "_forward_hooks": "forward",
-    "_backward_pre_hooks": "backward pre",
-    "_backward_hooks": "backward",
-}
-"""The attributes in which torch (2.4 to 2.13) keeps the hooks of a module."""
 
 OF_WEIGHTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 

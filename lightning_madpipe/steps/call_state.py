@@ -29,7 +29,7 @@ from deepspeed_partition.code_names import forward_of
 from deepspeed_partition.engine.pipeline.batch_attempt import BatchGivenUpError
 from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.generators import GENERATORS
-from lightning_madpipe.compat.unsupported import HOOKS
+from deepspeed_partition.module_hooks import MODULE_HOOKS
 from lightning_madpipe.module import pipeline_of
 from lightning_madpipe.steps.beside_module import BesideModule, CodeSearch
 from lightning_madpipe.steps.ending_contexts import EndingContexts
@@ -158,7 +158,7 @@ class NotedAttributes:
         """The handles of hooks that hang on layers."""
         if not self.handles:
             return []
-        tables = {id(vars(part).get(name)) for part in self._parts for name in HOOKS}
+        tables = {id(vars(part).get(name)) for part in self._parts for name in MODULE_HOOKS}
         return [
             handle
             for handle in self.handles
@@ -201,7 +201,7 @@ def names_in_layers(
     for part in parts:
         search.read(forward_of(part), type(part))
         for name, value in vars(part).items():
-            for code in value.values() if name in HOOKS else (value,):
+            for code in value.values() if name in MODULE_HOOKS else (value,):
                 search.read(code, None)
     for function in functions:
         search.read(function, None)

@@ -10,8 +10,9 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from deepspeed_partition.module_hooks import MODULE_HOOKS
 from deepspeed_partition.tensor_values import put_back
-from lightning_madpipe.compat.unsupported import HOOKS, is_of_model, libraries_of
+from lightning_madpipe.compat.unsupported import is_of_model, libraries_of
 
 
 def buffer_values(modules: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
@@ -62,7 +63,7 @@ def silenced(modules: Sequence[nn.Module], but: Collection[Any] = ()) -> Iterato
     libraries = libraries_of(parts)
     try:
         for part in parts:
-            for table in HOOKS:
+            for table in MODULE_HOOKS:
                 hooks = vars(part).get(table)
                 if hooks:
                     before.append((part, table, hooks))

@@ -6,14 +6,8 @@ from torch import nn
 
 from deepspeed_partition.engine.pipeline.optimizers_in_parts import is_of_library, name_of_function
 from deepspeed_partition.engine.runtime.environment import warn_once
+from deepspeed_partition.module_hooks import MODULE_HOOKS
 
-_HOOKS = {
-    "_forward_pre_hooks": "forward pre hook",
-    "_forward_hooks": "forward hook",
-    "_backward_pre_hooks": "backward pre hook",
-    "_backward_hooks": "backward hook",
-}
-"""The attributes in which torch (2.4 to 2.13) keeps the hooks of a module."""
 _CALLED = ("forward", "__call__")
 
 
@@ -21,8 +15,8 @@ def around_stages(module: nn.Module) -> list[str]:
     """What the program has put around the forward of a pipeline module, in words: hooks, and other functions."""
     own = vars(module)
     found = [
-        f"the {kind} {name_of_function(hook)}"
-        for table, kind in _HOOKS.items()
+        f"the {kind} hook {name_of_function(hook)}"
+        for table, kind in MODULE_HOOKS.items()
         for hook in own[table].values()
         if not is_of_library(hook)
     ]
@@ -42,7 +36,7 @@ class AroundStages:
         own = vars(module)
         seen = (
             type(module), num_stages, num_ranks, own.get("forward"), own.get("__call__"),
-            *[hook for table in _HOOKS for hook in own[table].values()],
+            *[hook for table in MODULE_HOOKS for hook in own[table].values()],
         )  # fmt: skip
         if seen != self._seen:
             self._seen = seen

@@ -59,6 +59,7 @@ from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.generators import generator_state, generators_of, set_generator_state
 from deepspeed_partition.hidden_modules import hidden_modules, hidden_tensors
 from deepspeed_partition.kept_values import itself, numbers_of_count, state_of
+from deepspeed_partition.module_hooks import MODULE_HOOKS
 from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.profiling.attributes import attributes_of, mark
 from deepspeed_partition.profiling.sources import users_names
@@ -72,8 +73,6 @@ OF_DEEPSPEED = (
 KNOWN = ("deepspeed.", "deepspeed_partition.", "lightning_madpipe.")
 
 OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-
-OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +118,7 @@ def describe(part: nn.Module) -> PartInfo:
     ]
     hidden = hidden_in(part)
     modules = {**dict(part.named_modules()), **hidden}
-    hooks = (hook for name, module in modules.items() for hook in _hooks(module, OF_MODULES, name))
+    hooks = (hook for name, module in modules.items() for hook in _hooks(module, MODULE_HOOKS, name))
     named = _named(part, hidden)
     attributes = {name: _module_attributes(module, named) for name, module in modules.items()}
     for name, module in hidden.items():  # the engine sets that of the others
