@@ -35,7 +35,7 @@ from deepspeed_partition.engine.pipeline.module import load_plan
 from deepspeed_partition.engine.pipeline.stages import allocation_of
 from deepspeed_partition.engine.runtime.collectives import own_groups
 from deepspeed_partition.engine.runtime.environment import announce
-from deepspeed_partition.engine.runtime.first_failure import in_words, is_raised_by_all
+from deepspeed_partition.engine.runtime.first_failure import in_words, is_met_by_all, is_raised_by_all
 from deepspeed_partition.engine.runtime.joining import watch_joining
 from deepspeed_partition.engine.runtime.watch import watch
 from deepspeed_partition.options import Options
@@ -562,6 +562,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             return  # in the notebook, whose ranks have ended
         if not is_raised_by_all(exception):
             what = self._module.trainer.state.fn.value
+            if not is_met_by_all(exception):
+                watch.say_who_left(in_words(exception))
             watch.tell_that_this_rank_leaves(f"left {what}() with {in_words(exception)}")
             if self._engine is not None:
                 self._engine.tell_at_next_batch(exception)

@@ -23,13 +23,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import lightning_madpipe  # noqa: F401  before any fork
-from deepspeed_partition.engine.runtime import watch
+from deepspeed_partition.engine.runtime import agreements, watch
 from tests.choice import is_chosen
 from tests.lightning import lightning_cases as cases
 from tests.ranks import before_any_fork, run_job
 
 NUM_STEPS = 8
-AT_STEP = 2
+AT_STEP, NEXT_EPOCH = 2, 4
 
 
 class Case(NamedTuple):
@@ -56,6 +56,7 @@ def send(number: int) -> Callable[[], None]:
 
 
 FULL = "No space left on this disk"
+LEFT = f"rank 0 cannot go on: rank 1 left fit() with OSError: [Errno 28] {FULL}"
 CASES = {
     "sigterm_to_rank_0": Case("layer", 0, "after this batch", (0, 0)),
     "sigterm_to_rank_1": Case("layer", 1, "after this batch", (0, 0)),
@@ -71,6 +72,10 @@ CASES = {
     "an_error_while_a_checkpoint_is_saved": Case("on_save_checkpoint", 1, FULL, (1, 1)),
     "an_error_of_the_schedule": Case("schedule", 1, FULL, (1, 1)),
     "an_error_of_the_optimizer": Case("optimizer", 0, FULL, (1, 1)),
+    # As from a signal's handler, which runs wherever Python is.
+    "an_error_while_ranks_agree": Case("agreement", 1, LEFT, (1, 1)),
+    "an_error_where_an_epoch_begins": Case("agreement", 1, LEFT, (1, 1)),
+    "an_error_while_ranks_agree_caught": Case("agreement", 1, LEFT, (1, 1)),
     "exit_in_a_hook": Case("on_train_batch_end", 1, "SystemExit: 3", (3, 1)),
     "exit_of_another_rank_caught": Case("on_train_batch_end", 1, "a process of this job has ended", (3, 1)),
     "unreadable_data": Case("data", 0, FULL, (1, 1)),
@@ -92,15 +97,15 @@ def action_of(name: str) -> Callable[[], None]:
 
 
 class Trap:
-    """Does it once, at the third step of a fit."""
+    """Does it once, at a step of a fit."""
 
     step = 0
 
-    def __init__(self, act: Callable[[], None] | None) -> None:
-        self.act = act
+    def __init__(self, act: Callable[[], None] | None, at_step: int = AT_STEP) -> None:
+        self.act, self.at_step = act, at_step
 
     def spring(self) -> None:
-        if self.act is not None and self.step >= AT_STEP:
+        if self.act is not None and self.step >= self.at_step:
             act, self.act = self.act, None
             act()
 
@@ -180,6 +185,16 @@ class Stream(IterableDataset):
         return iter(self.data)
 
 
+def spring_while_ranks_agree() -> None:
+    received = agreements._received
+
+    def springs(*arguments: Any) -> bytes:
+        TRAP.spring()
+        return received(*arguments)
+
+    agreements._received = springs
+
+
 def loader_of(what: str, mine: bool) -> DataLoader:
     if what == "stream":
         return DataLoader(Stream(48 if mine else 64), batch_size=16)
@@ -191,8 +206,10 @@ def rank_of(name: str, folder: Path, rank: int) -> None:
     global TRAP, TRAP_PLACE
     case = CASES[name]
     mine = case.rank in (rank, -1)
-    TRAP = Trap(action_of(name) if mine else None)
+    TRAP = Trap(action_of(name) if mine else None, NEXT_EPOCH if "epoch_begins" in name else AT_STEP)
     TRAP_PLACE = case.what
+    if case.what == "agreement":
+        spring_while_ranks_agree()
     host = cases.Host(folder, 2, pipelined=True)
     keep = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1)
 

@@ -180,6 +180,7 @@ def leave_together() -> None:
         except RuntimeError:  # enough waited: another one may have caught what ends this one
             is_alone = error is not None
     if is_alone:
+        watch.watch.say_who_left(first_failure.in_words(error))
         watch.watch.tell_that_this_rank_leaves(f"ended with {type(error).__name__}: {error}")
     watch.watch.stop()
     torch.distributed.destroy_process_group()

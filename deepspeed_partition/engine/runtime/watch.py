@@ -145,7 +145,7 @@ class Watch:
         self.generation = 0
         self.has_left = False
         """Whether others have been told that this rank does not go on with them."""
-        self._is_at_end = False
+        self._is_at_end = self._has_said_who_left = False
         self._count = 0
         self._since = 0.0
         self._store: Any = None
@@ -251,7 +251,7 @@ class Watch:
     def begin_anew(self) -> None:
         """Begin something new together with all ranks: what has ended what they did before is over."""
         self.generation += 1
-        self.has_left = False
+        self.has_left = self._has_said_who_left = False
 
     def tell_that_this_rank_leaves(self, text: str) -> None:
         """Let the others hear that this rank does not go on with what they do together.
@@ -273,6 +273,28 @@ class Watch:
             with suppress(RuntimeError):  # as above
                 text = f"rank {self._rank} has come to the end of its program"
                 self._publish(Notice(self._rank, AT_END, text))
+
+    def say_who_left(self, words: str) -> None:
+        """Log once which rank has left what all do together, and with what, before an error of this one.
+
+        From gloo a rank hears only that a connection is closed.
+
+        Args:
+            words: the error of this rank. Where it is the other's, or names it, nothing is said.
+        """
+        if self._store is None or self._has_said_who_left:
+            return
+        with suppress(RuntimeError):  # the store has ended: as above
+            for number in range(1, int(self._store.add("notices", 0)) + 1):
+                if not self._store.check([f"notice/{number}"]):
+                    continue  # it is being written
+                notice = Notice(*json.loads(self._store.get(f"notice/{number}")))
+                if notice.rank == self._rank or notice.generation not in (ENDED, self.generation):
+                    continue
+                if (notice.text.partition(" with ")[2] or f"rank {notice.rank}") not in words:
+                    self._has_said_who_left = True
+                    log_here(f"rank {self._rank} cannot go on: {notice.text}", logging.ERROR)
+                return
 
     def why_not_coming(self, rank: int) -> str | None:
         """The sentence about a rank that will come to no call any more; None where it may."""
