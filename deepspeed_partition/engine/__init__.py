@@ -19,9 +19,11 @@ from deepspeed_partition.engine.install import install
 from deepspeed_partition.engine.pipeline.module import PipelineModule
 from deepspeed_partition.engine.pipeline.shared_weights import TiedModule
 from deepspeed_partition.engine.runtime.environment import prepare_cpu
+from deepspeed_partition.engine.runtime.gloo_threads import wait_at_exit
 from deepspeed_partition.engine.runtime.joining import watch_joining
 
 __all__ = ["MadPipeEngine", "PipelineModule", "TiedModule", "initialize", "install", "prepare_cpu"]
 
-prepare_cpu()
+wait_at_exit()
+prepare_cpu()  # which ends the process groups before that
 watch_joining()
