@@ -179,7 +179,7 @@ def leave_together() -> None:
             torch.distributed.monitored_barrier(collectives.made_group(), timeout=LAST_MEETING)
         except RuntimeError:  # enough waited: another one may have caught what ends this one
             is_alone = error is not None
-    if is_alone:
+    if is_alone and error is not None:
         watch.watch.say_who_left(first_failure.in_words(error))
         watch.watch.tell_that_this_rank_leaves(f"ended with {type(error).__name__}: {error}")
     watch.watch.stop()
