@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import pickle
 import random
 import sys
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from deepspeed_partition.code_names import is_installed
+from deepspeed_partition.numpy_state import NumpyState, state_of
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 """The types of what a program draws random numbers from."""
@@ -37,8 +37,6 @@ OF_THREADS = frozenset(
     ("asyncio", "concurrent", "logging", "multiprocessing", "queue", "selectors", "subprocess", "threading")
 )
 """Modules of Python whose objects threads change at any time: who waits for one stands among its attributes."""
-_BYTES_OF_WORDS = 4 * (624 + 1)
-"""Bytes that NumPy's ``MT19937`` keeps: 624 words of 4 bytes, and the number of the next one of them."""
 _DEPTH = 3
 _MOST_MEMBERS = 1000
 
@@ -96,13 +94,10 @@ def _states_with(of_numpy: Any) -> dict[str, Any]:
 def common_marks() -> dict[str, Any]:
     """Values by which it shows whether the generators of :func:`common_states` were drawn from, in less time.
 
-    NumPy makes an object of each of its 624 words when it is asked for its state. Here they are read where they
-    lie. So one draw does not show: that of a normal number which NumPy has kept from the draw before.
+    NumPy's state is read where it lies.
     """
-    bits = COMMON["numpy.random"]._bit_generator
-    if type(bits) is not np.random.MT19937:
-        return common_states()
-    return _states_with(ctypes.string_at(bits.ctypes.state_address, _BYTES_OF_WORDS))
+    state = state_of(COMMON["numpy.random"])
+    return _states_with(state) if isinstance(state, NumpyState) else common_states()
 
 
 def _state_of_numpy() -> tuple[Any, ...]:

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import numpy
 import torch
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_partition.generators import (
+    COMMON,
     common_marks,
     generator_state,
     generators_of,
@@ -20,19 +20,20 @@ from deepspeed_partition.generators import (
     set_tracked_states,
     tracked_states,
 )
+from deepspeed_partition.numpy_state import put_back, state_of
 
 
 def random_state() -> Callable[[], None]:
     """Return a function that puts every random generator that a layer may draw from back to where it is now."""
     accelerator = get_accelerator()
-    python, numbers, cpu = random.getstate(), numpy.random.get_state(legacy=False), torch.get_rng_state()
+    python, numbers, cpu = random.getstate(), state_of(COMMON["numpy.random"]), torch.get_rng_state()
     device = None if accelerator.device_name() == "cpu" else accelerator.get_rng_state()
     tracked = tracked_states()
 
     def restore() -> None:
         set_tracked_states(tracked)
         random.setstate(python)
-        numpy.random.set_state(numbers)
+        put_back(COMMON["numpy.random"], numbers)
         torch.set_rng_state(cpu)
         if device is not None:
             accelerator.set_rng_state(device)
@@ -49,7 +50,7 @@ def drawn_state(layers: Iterable[object]) -> Callable[[], None]:
     Args:
         layers: modules, with all modules in them; anything else has no generators.
     """
-    python, numbers, tracked = random.getstate(), numpy.random.get_state(), tracked_states()
+    python, numbers, tracked = random.getstate(), state_of(COMMON["numpy.random"]), tracked_states()
     own = [
         partial(set_generator_state, generator, generator_state(generator))
         for layer in layers
@@ -60,10 +61,10 @@ def drawn_state(layers: Iterable[object]) -> Callable[[], None]:
 
     def restore() -> None:
         random.setstate(python)
-        numpy.random.set_state(numbers)
+        put_back(COMMON["numpy.random"], numbers)
         set_tracked_states(tracked)
-        for put_back in own:
-            put_back()
+        for put_back_own in own:
+            put_back_own()
 
     return restore
 
