@@ -22,6 +22,7 @@ from torch.distributions import Distribution
 from torch.nn import functional as F
 from torchmetrics import Metric
 
+from deepspeed_partition.capture.decisions import Undecided
 from deepspeed_partition.capture.graph import Graph
 from deepspeed_partition.capture.recorder import CaptureError, DrawsApartError, patched
 from deepspeed_partition.capture.recording import Call
@@ -212,9 +213,10 @@ class CapturedCalls(CapturedCall):
         if error is None or self._num_made == number:
             return ""
         found = "1 is found: behind it" if number == 1 else f"{number} are found: behind these"
+        does = "asks whether a tensor is true" if isinstance(error, Undecided) else f"raises {type(error).__name__}"
         return (
-            f"{self._step} makes {self._num_made} calls, of which {found} {self._step} raises "
-            f"{type(error).__name__} at {line_of_users(error)}, where it is run without data"
+            f"{self._step} makes {self._num_made} calls, of which {found} {self._step} {does} at "
+            f"{line_of_users(error)}, where it is run without data"
         )
 
     @contextmanager

@@ -278,11 +278,14 @@ def test_distributions_between_the_calls_of_a_step_are_followed(monkeypatch: pyt
 
 
 def test_a_step_that_asks_for_data_between_its_calls_is_named() -> None:
-    """It was said to return 8 tensors, and the list 6."""
+    """It was said to return 8 tensors, and the list 6; then to raise an error whose name nobody knows."""
     module, batch = Autoencoder(asks=True), torch.randn(4, 8)
     call = CapturedCalls(module, "training_step", batch, ["encoder", "mean", "spread", "decoder"])
     call.run([batch])
-    words = "training_step makes 4 calls, of which 3 are found: behind these training_step raises "
+    words = (
+        "training_step makes 4 calls, of which 3 are found: behind these training_step asks whether a tensor is "
+        "true at test_finding_layers.py:"
+    )
     assert call.why_fewer().startswith(words)
 
 
