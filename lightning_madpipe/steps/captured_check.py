@@ -170,8 +170,8 @@ class CapturedCheck(LayerCheck):
         if why_fewer:
             return LayersDifferError(
                 f"the layers of {self._name} that were found are not all: {why_fewer}. Let the step do that "
-                "before its first call or behind its last one, or make one call, self(...) or that of a module whose "
-                "forward() runs them"
+                "before its first call or behind its last one, or make one call, self(...) or that of a module "
+                "whose forward() runs them"
             )
         return LayersDifferError(
             f"the layers that were found of {self._call.called} of {self._name} do not compute what it does, "
