@@ -213,7 +213,9 @@ class CapturedCalls(CapturedCall):
         if error is None or self._num_made == number:
             return ""
         found = "1 is found: behind it" if number == 1 else f"{number} are found: behind these"
-        does = "asks whether a tensor is true" if isinstance(error, Undecided) else f"raises {type(error).__name__}"
+        does = (
+            "asks whether a tensor is true" if isinstance(error, Undecided) else f"raises {type(error).__name__}"
+        )
         return (
             f"{self._step} makes {self._num_made} calls, of which {found} {self._step} {does} at "
             f"{line_of_users(error)}, where it is run without data"
