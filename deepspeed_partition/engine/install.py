@@ -13,6 +13,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from deepspeed_partition.engine.engine import MadPipeEngine
+from deepspeed_partition.engine.pipeline.drawn_weights import tell_of_drawn_weights
 from deepspeed_partition.engine.pipeline.module import Cut, asks_for_plan, partition_layers
 from deepspeed_partition.engine.pipeline.stages import allocation_of
 from deepspeed_partition.engine.runtime import accelerator
@@ -53,6 +54,7 @@ def install() -> None:
         given = kwargs.get("partition_method", args[place] if len(args) > place else None)
         with without_lines_of_hosts() if asks_for_plan(given) else contextlib.nullcontext():
             stock_init(self, *args, **kwargs)
+        tell_of_drawn_weights(self)
 
     _partition_layers.by_madpipe = True  # type: ignore[attr-defined]
     deepspeed.pipe.PipelineModule._partition_layers = _partition_layers

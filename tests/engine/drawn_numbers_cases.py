@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import deepspeed
 import numpy
 import torch
-from deepspeed.pipe import LayerSpec
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.dataloader import RepeatingLoader
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from deepspeed_partition.engine import PipelineModule
-from deepspeed_partition.engine.pipeline import data_draws, drawing_layers
+from deepspeed_partition.engine.pipeline import data_draws, drawing_layers, drawn_weights
 from deepspeed_partition.engine.runtime import environment
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.warmup import run_plan
@@ -285,7 +286,49 @@ def draws_between_steps_of_a_rank_that_reads_no_more_are_said(_: Path) -> None:
         assert all("reads no more data" in line and "(torch)" in line for line in lines[1]), lines
 
 
+def weights_that_specs_draw_are_told_where_they_may_be_others(_: Path) -> None:
+    """A tied weight summed to 1.40666 in plain DeepSpeed and to 0.09380 here, from one seed, in silence."""
+
+    def weights(
+        method: Any, *, is_built: bool = False, plain: bool = False, **options: Any
+    ) -> tuple[Any, list[str]]:
+        torch.manual_seed(1)
+        tied = TiedLayerSpec("e", nn.Linear, WIDTH, WIDTH)
+        layers: list[Any] = [tied, *(LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(8)), tied]
+        if is_built:
+            layers = [layer.build() for layer in layers[1:-1]]
+        said: list[str] = []
+        module_class = deepspeed.pipe.PipelineModule if plain else PipelineModule
+        with patch.object(drawn_weights, "warn_once", lambda _, line: said.append(line)):
+            module = module_class(
+                layers, num_stages=2, loss_fn=loss_fn, partition_method=method, base_seed=7, **options
+            )
+        return {name: weight.detach().tolist() for name, weight in module.named_parameters()}, said
+
+    def of_all(*arguments: Any, **options: Any) -> tuple[dict[str, Any], list[str]]:
+        found = gather_objects(weights(*arguments, **options))
+        return {key: each for of_rank, _ in found for key, each in of_rank.items()}, [*found[0][1], *found[1][1]]
+
+    by_count, none = of_all("parameters", plain=True)
+    by_number, _ = of_all("uniform", plain=True)
+    assert none == [] and by_count != by_number
+    planned_ones, said = of_all("madpipe")
+    assert planned_ones == by_count
+    assert len(said) == 2, said
+    assert all("(torch) while specs built them" in line and "'parameters', and others" in line for line in said)
+    assert of_all([0, 5, 10]) == (by_number, [])
+    _, said = of_all([0, 3, 10])
+    assert len(said) == 2 and all("on the cut [0, 3, 10] initial weights may be others" in line for line in said)
+    seeded, _ = of_all("uniform", plain=True, seed_layers=True)
+    for method in "madpipe", [0, 3, 10]:
+        assert of_all(method, seed_layers=True) == (seeded, [])
+    built, _ = of_all("uniform", plain=True, is_built=True)
+    for method in "madpipe", [0, 3, 8]:
+        assert of_all(method, is_built=True) == (built, [])
+
+
 CASES = [
+    weights_that_specs_draw_are_told_where_they_may_be_others,
     draws_between_steps_of_a_rank_that_reads_no_more_are_said,
     a_shuffle_that_seeds_decide_is_said,
     tracked_states_are_as_if_nothing_were_measured,

@@ -18,6 +18,7 @@ from deepspeed.runtime.utils import partition_balanced
 from torch import nn
 
 from deepspeed_partition.engine.pipeline.asked_ranks import ranks_told_in_build
+from deepspeed_partition.engine.pipeline.drawn_weights import tell_of_drawn_weights, watch_draws
 from deepspeed_partition.engine.pipeline.shared_weights import tie_repeated_modules, warn_of_weights_apart
 from deepspeed_partition.engine.pipeline.stages import allocation_of, hold_stages, owner
 from deepspeed_partition.engine.runtime import accelerator
@@ -368,6 +369,7 @@ def partition_layers(
         module.madpipe_cut = Cut("default")
         return
     module._layer_specs = tie_repeated_modules(module._layer_specs, num_stages)
+    watch_draws(module)
     if isinstance(method, Plan):
         check_plan(method, num_layers, num_stages, one_stage_each=why_deepspeeds_schedule(module))
         place_layers(module, allocation_of(method))
@@ -379,6 +381,7 @@ def partition_layers(
         place_layers(module, Allocation.contiguous(boundaries))
         module.madpipe_cut = Cut("trial")
         module.cut_without_plan = boundaries
+        module.is_counted_as_by_deepspeed = not any(frozen)
     elif isinstance(method, list | tuple):
         place_layers(module, Allocation.contiguous(check_boundaries(method, num_layers, num_stages)))
         module.madpipe_cut = Cut("boundaries")
@@ -440,6 +443,7 @@ class PipelineModule(deepspeed.pipe.PipelineModule):
                 checkpointable_layers=checkpointable_layers,
                 dynamic_shape=dynamic_shape,
             )
+        tell_of_drawn_weights(self)
 
     def _partition_layers(self, method="uniform"):
         try:
