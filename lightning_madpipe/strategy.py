@@ -70,6 +70,7 @@ from lightning_madpipe.preflight import (
 from lightning_madpipe.progress import LoggedFigures, Phase
 from lightning_madpipe.settings import check_count, checked_settings, read_config, resolved_num_stages
 from lightning_madpipe.spread_model import SpreadModel, in_reach
+from lightning_madpipe.steps.group_settings import GroupSettings
 from lightning_madpipe.steps.hooks_that_collect import collected_by_hooks
 from lightning_madpipe.steps.layer_comparison import LayerComparison
 from lightning_madpipe.steps.loss_mode import LOSSES
@@ -291,6 +292,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         self._hook_writing: HookWriting | None = None
         self._sizes_asked = SizesAsked(self.tell_of_asked_size)
         self._optimizer_hooks: OptimizerHooks | None = None
+        self._group_settings: GroupSettings | None = None
         self._rests: Rests | None = None
         self._distributes_data: bool | None = None
         self._engine_optimizers: list[Any] = []
@@ -542,6 +544,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             refusal=self._lightning.refusal,
         )
         if is_cut:
+            self._group_settings = GroupSettings(lambda: self.optimizers)
             tell_of_states(inner)
 
     def _keep_samplers(self, trainer: Any) -> None:
@@ -636,7 +639,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             self._hook_watch = None
         if self._optimizer_hooks is not None:
             self._optimizer_hooks.end()
-            self._optimizer_hooks = None
+            self._optimizer_hooks = self._group_settings = None
 
     def _follow_layers(self, group: Any) -> None:
         """Let the ranks of a pipeline know what steps have found out and hooks have logged on some of them."""
@@ -969,6 +972,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             lightning=self._lightning,
             call_hooks=self._call_hooks_before_step,
             loss=self.loss,
+            group_settings=self._group_settings,
         )
         if self._rests is not None:
             self._rests.end()
@@ -1001,6 +1005,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             call._call_lightning_module_hook(trainer, hook, *arguments)
         if trainer.gradient_clip_val and clips_by_value(trainer):
             torch.nn.utils.clip_grad_value_(self.pipeline.parameters(), trainer.gradient_clip_val)
+        if self._group_settings is not None and not self._never_drains:
+            self._group_settings.compare()
 
 
 def _is_alone() -> bool:

@@ -520,6 +520,12 @@ class MadPipeEngine(ResumingEngine):
             self._write_figures()
         return loss
 
+    @property
+    def may_move(self) -> bool:
+        """Whether layers may move in the next training step; alike on all ranks."""
+        is_slow = self.step_watch is not None and self.step_watch.some_rank_is_slow
+        return self._pending.is_pending or is_slow
+
     # What somebody asks to know of steps
 
     def watch_steps(self) -> None:

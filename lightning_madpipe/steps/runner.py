@@ -35,6 +35,7 @@ from lightning_madpipe.steps.batches import (
 )
 from lightning_madpipe.steps.call_state import OtherStateError
 from lightning_madpipe.steps.followed_calls import follow_step, key_of
+from lightning_madpipe.steps.group_settings import GroupSettings
 from lightning_madpipe.steps.layer_comparison import LayerComparison
 from lightning_madpipe.steps.layer_structure import Structure
 from lightning_madpipe.steps.loss_mode import LossOfBatches
@@ -64,6 +65,7 @@ class BatchRunner:
         call_hooks: Called when the gradients of a step are there, and what its batches did is known; where the
             pipeline never drains that is during a later batch.
         loss: How the loss of a batch comes from its micro-batches, see ``LossOfBatches``.
+        group_settings: Compares what ranks make of the settings of parameter groups; None: each has all layers.
     """
 
     def __init__(
@@ -81,8 +83,9 @@ class BatchRunner:
         comparison: LayerComparison,
         call_hooks: Callable[[], None],
         loss: str,
+        group_settings: GroupSettings | None,
     ) -> None:
-        self.steps = steps
+        self.steps, self._group_settings = steps, group_settings
         self._trainer, self._module, self._pipeline, self._engine = trainer, module, pipeline, engine
         self._num_micro_batches = num_micro_batches
         self._base_seed, self._batch_numbers = base_seed, batch_numbers
@@ -182,6 +185,8 @@ class BatchRunner:
         if engine.meet(sum(len(run.micro_batches) for run in window), asks=asks):
             engine.come_to_rest()
             self._comparison.compare_again(window[0], changed)
+        if self._group_settings is not None and (engine.may_move or engine.weight_versions != FLUSH):
+            self._group_settings.compare()  # before layers go, and where no update waits for all ranks
         self._losses.prepare(window)
         while not self._is_trained_on(window):
             self._losses.look_again(window)
@@ -213,6 +218,8 @@ class BatchRunner:
         try:
             with self._announced_shapes(window), self._layers_within("training_step", in_order):
                 engine.train_batch(self._feed(in_order))
+            if self._group_settings is not None:
+                self._group_settings.note()
         except ShapeError as error:
             if len({run.call for run in window}) == 1:
                 self._refuse_other_sizes(error)

@@ -417,6 +417,29 @@ class RateOfGroup(Module):
             group["lr"] = 0.1 * dist.get_world_size()
 
 
+class GroupFoundByParameter(Module):
+    """Lets a layer stand still that it finds by one of its parameters, in a group of its own."""
+
+    def configure_optimizers(self) -> Any:
+        groups = [list(part.parameters()) for part in self.modules() if not list(part.children())]
+        return torch.optim.SGD([{"params": each} for each in groups if each], lr=0.1, momentum=0.5)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        slowed = set(map(id, self.blocks[4].parameters()))
+        for group in self.trainer.optimizers[0].param_groups if batch_idx == 1 else ():
+            if any(id(weight) in slowed for weight in group["params"]):
+                group["lr"] = 0.0
+
+
+class GroupOfSeveralFoundByParameter(GroupFoundByParameter):
+    """The group has parameters of layers on both ranks."""
+
+    def configure_optimizers(self) -> Any:
+        weights = [weight for weight in self.parameters() if weight.ndim > 1]
+        biases = [weight for weight in self.parameters() if weight.ndim < 2]
+        return torch.optim.SGD([{"params": weights}, {"params": biases}], lr=0.1)
+
+
 class SetOnRankZero(Gated):
     @rank_zero_only
     def anneal(self) -> None:
@@ -1281,6 +1304,16 @@ def own_ratio(host: Host) -> dict[str, Any]:
     return {"rows": recorder.rows}
 
 
+def groups_found_by_parameters(host: Host) -> dict[str, Any]:
+    """The layer moves after the second step, and the rank that it comes to did not find it."""
+    rows = {}
+    for name, strategy in (("as they lie", {}), ("moved", {"warmup_steps": 2, "algorithm": [0, 6, 8]})):
+        recorder = cases.Recorder()
+        trained(host, seeded(GroupFoundByParameter), recorder, strategy=strategy)
+        rows[name] = recorder.rows
+    return rows
+
+
 SAID_OF_HOOKS = (
     "on_", "training_step counts", "trainer.world_size is", "trainer.num_devices is", "the step p", "step of",
     "state_dict() of", "WORLD_SIZE of", "torch.distributed.get_world_size() is",
@@ -1298,6 +1331,7 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
         record[name] = {
             "end": end,
             "said": [line for line in said if line.startswith(SAID_OF_HOOKS)],
+            "said of groups": [line for line in said if line.startswith("'lr' of group ")],
         }
 
     for build in (
@@ -1314,7 +1348,7 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
         StepsClippedRarely, StepLeftOut, FrozenAtRandom,
         NormAfterStep, ClippedEarly, StepReplaced, StepReplacedByItself, ScheduledByWeights, ScheduledByOne,
         StatesAsked,
-        GroupAdded, OptimizersSetUp,
+        GroupAdded, OptimizersSetUp, GroupOfSeveralFoundByParameter, GroupFoundByParameter,
         WeighedOnAll, WeighedOnRankZero, WeighedByRank,
         RateOfWorld, RateOfDevices, RateOfEnvironment, RateOfGroup,
         SetOnRankZero, SetByRank, DecidedByBuffer, BufferLogged,
@@ -1384,6 +1418,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
         written_by_hooks,
         in_the_order_of_the_loader,
         own_ratio,
+        groups_found_by_parameters,
         hooks_of_steps,
         asked_in_steps,
         taught,

@@ -223,6 +223,7 @@ def test_what_may_change_is_said_before_the_first_step(two: Records) -> None:
         "set_by_name",
         "in_the_order_of_the_loader",
         "own_ratio",
+        "groups_found_by_parameters",
         "hooks_of_steps",
         "asked_in_steps",
         "taught",
@@ -309,6 +310,19 @@ def test_hooks_that_see_a_part_of_the_parameters_are_told_once(two: Records, cas
     assert [record["end"] for record in records] == ["not refused"] * 2
 
 
+@pytest.mark.parametrize(
+    "case, is_told", [("GroupOfSeveralFoundByParameter", True), ("GroupFoundByParameter", False)]
+)
+def test_a_group_that_ranks_set_otherwise_is_told_once(two: Records, case: str, is_told: bool) -> None:
+    """A hook found one of its parameters on one rank, and the others trained by another rate without a word."""
+    found = [rank["told_of_hooks"][case] for rank in two.ranks]
+    lines = [line for record in found for line in record["said of groups"]]
+    assert [record["end"] for record in found] == ["not refused"] * 2
+    assert len(lines) == is_told
+    if is_told:
+        assert "'lr' of group 0 of the optimizer is 0.1 on rank 0 and 0.0 on rank 1" in lines[0]
+
+
 def test_frozen_modules_beside_the_layers_are_told_once(two: Records) -> None:
     [line] = [line for rank in two.ranks for line in rank["told_of_hooks"]["Mentored"]["said"]]
     assert line.startswith("self.mentor (144 B) is frozen and beside the layers: every rank has all of it")
@@ -326,7 +340,7 @@ def test_gradients_that_a_hook_clears_are_not_told(two: Records) -> None:
 
 def test_parameters_of_an_optimizer_that_are_read_one_by_one_are_not_told(two: Records) -> None:
     assert [rank["told_of_hooks"]["OptimizerRead"] for rank in two.ranks] == [
-        {"end": "not refused", "said": []}
+        {"end": "not refused", "said": [], "said of groups": []}
     ] * 2
 
 

@@ -1,0 +1,118 @@
+"""Settings of parameter groups that hooks choose by the parameters of a group, of which each rank has other ones.
+
+A hook that looks for a parameter in a group, to give the group another learning rate, finds it on the rank that
+has its layer. So what hooks and schedulers have changed is compared over the ranks before each step of the
+optimizer. A group without parameters on a rank has the settings there that ranks with its parameters have, and
+takes them along where layers move.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed_partition.engine.runtime.collectives import any_bits, gather_objects
+from deepspeed_partition.engine.runtime.environment import warn_once
+from deepspeed_partition.profiling.attributes import PLAIN
+
+UNLIKE = (
+    "{name!r} of group {number} of the optimizer is {one} on rank {first} and {other} on rank {second}: a hook "
+    "has changed it by what ranks do not have alike, such as the parameters in the group, and these ranks train "
+    "their layers otherwise than one process does. Let it go by what they have alike, such as a name: "
+    "{{'params': ..., 'name': 'head'}} in configure_optimizers, group['name'] == 'head' in the hook"
+)
+_MARK_BITS = 31
+
+Settings = dict[tuple[int, str], Any]
+"""Values by the number of the group and the name of the setting."""
+
+
+class OfRank(NamedTuple):
+    """What one rank has."""
+
+    changed: set[tuple[int, str]]
+    settings: Settings
+    has_parameters: list[bool]
+    """Of each group."""
+
+
+class GroupSettings:
+    """A look at what is changed between two steps of an optimizer, besides by its own step.
+
+    Args:
+        optimizers: Gives the optimizers.
+    """
+
+    def __init__(self, optimizers: Callable[[], Sequence[Any]]) -> None:
+        self._optimizers = optimizers
+        self._known: Settings = {}
+        self.note()
+
+    def note(self) -> None:
+        """Take the settings as they are for what all ranks have: the optimizer's step may have made them so."""
+        self._known = self._settings()
+
+    def compare(self) -> None:
+        """Let all ranks have the settings of the ranks with parameters of a group. Collective.
+
+        Where these have changed a setting otherwise, one line says so once.
+        """
+        now = self._settings()
+        changed = {key: value for key, value in now.items() if self._known.get(key) != value}
+        mark = zlib.crc32(repr(sorted(changed.items(), key=lambda item: item[0])).encode()) >> 1
+        # A bit that is there both ways shows that two ranks have other marks.
+        [said] = any_bits([mark | (mark ^ 2**_MARK_BITS - 1) << _MARK_BITS])
+        if said & said >> _MARK_BITS:
+            self._make_alike(OfRank(set(changed), now, [bool(group["params"]) for group in self._groups()]))
+        self.note()
+
+    def _make_alike(self, mine: OfRank) -> None:
+        everyone = gather_objects(mine)
+        for key in sorted(set[tuple[int, str]]().union(*(each.changed for each in everyone))):
+            number, name = key
+            holders = [
+                rank
+                for rank, each in enumerate(everyone)
+                if number < len(each.has_parameters) and each.has_parameters[number]
+            ]
+            values = {rank: everyone[rank].settings.get(key) for rank in holders or range(len(everyone))}
+            first = next(iter(values))
+            unlike = next((rank for rank, value in values.items() if repr(value) != repr(values[first])), None)
+            if unlike is not None:
+                if dist.get_rank() == 0:
+                    words = {"one": values[first], "other": values[unlike], "first": first, "second": unlike}
+                    warn_once(f"groups/{name}", UNLIKE.format(name=name, number=number, **words))
+            elif dist.get_rank() not in values and number < len(self._groups()):
+                _set(self._groups()[number], name, values[first])
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers() for group in optimizer.param_groups]
+
+    def _settings(self) -> Settings:
+        found: Settings = {}
+        for number, group in enumerate(self._groups()):
+            for name, value in group.items():
+                if name == "params":
+                    continue
+                if type(value) in PLAIN or _is_of_plain(value):
+                    found[number, name] = value
+                elif isinstance(value, Tensor) and value.numel() == 1:  # the rate of a capturable optimizer
+                    found[number, name] = value.item()
+        return found
+
+
+def _is_of_plain(value: Any) -> bool:
+    return isinstance(value, tuple | list) and all(type(each) in PLAIN for each in value)
+
+
+def _set(group: dict[str, Any], name: str, value: Any) -> None:
+    if isinstance(group.get(name), Tensor):
+        with torch.no_grad():
+            group[name].fill_(value)
+    else:
+        group[name] = value
