@@ -15,6 +15,10 @@ from lightning_madpipe.compat.source_lines import line_of_method
 
 ONE_OF_EACH = "a pipeline works with one optimizer and at most one scheduler"
 MOST_NAMED = 3
+ONE_OF_SEVERAL = (
+    "of torch.optim.lr_scheduler, ChainedScheduler makes one of schedulers that step together, SequentialLR one "
+    "of those that follow each other, and LambdaLR takes any function of the step"
+)
 NEED_SHAPES = ("Adafactor", "Muon")
 """Optimizers of torch whose update of a matrix is not that of its elements."""
 
@@ -52,7 +56,9 @@ def configured_optimizer(
     if len(optimizers) > 1:  # with manual optimization
         raise ValueError(f"configure_optimizers returns {len(optimizers)} optimizers{where}: {ONE_OF_EACH}")
     if len(schedulers) > 1:
-        raise ValueError(f"configure_optimizers returns {len(schedulers)} schedulers: {ONE_OF_EACH}")
+        raise ValueError(
+            f"configure_optimizers returns {len(schedulers)} schedulers{where}: {ONE_OF_EACH}; {ONE_OF_SEVERAL}"
+        )
     optimizer = optimizers[0]
     if not any(group["params"] for group in optimizer.param_groups):
         raise ValueError("configure_optimizers returns no optimizer with parameters: return one, to train")

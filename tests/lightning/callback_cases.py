@@ -287,6 +287,11 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
             [3],
         )
     ),
+    "chained": stepped(
+        lambda optimizer: schedulers.ChainedScheduler(
+            [schedulers.LinearLR(optimizer, 0.1, total_iters=3), schedulers.StepLR(optimizer, 2, 0.5)]
+        )
+    ),
     "by group": stepped(
         lambda optimizer: schedulers.LambdaLR(optimizer, [lambda step: 1 / (1 + step), lambda step: 0.9**step])
     ),
@@ -298,7 +303,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     ),
 }  # fmt: skip
 
-WRAPPED = ("Adam", "RMSprop", "own", "one cycle of Adam", "by group", "sequential")
+WRAPPED = ("Adam", "RMSprop", "own", "one cycle of Adam", "by group", "sequential", "chained")
 """Run again under DeepSpeed's optimizer for ZeRO-1, which gives one flat tensor per group."""
 
 

@@ -304,7 +304,10 @@ def test_what_a_checkpoint_holds_runs_no_code(two: Records) -> None:
         ("configure_gradient_clipping", "overrides configure_gradient_clipping()"),
         ("LBFGS", "a torch optimizer whose step needs no closure"),
         ("no optimizer", "configure_optimizers returns no optimizer with parameters"),
-        ("two schedulers", "returns 2 schedulers"),
+        (
+            "two schedulers",
+            "at most one scheduler; of torch.optim.lr_scheduler, ChainedScheduler makes one of",
+        ),
         ("Adafactor", "looks at the shape of each parameter"),
         ("WeightAveraging", "averages a copy of the whole model"),
         ("EMAWeightAveraging", "averages a copy of the whole model"),
