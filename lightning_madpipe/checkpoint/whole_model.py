@@ -23,11 +23,13 @@ from torch import Tensor, nn
 
 from deepspeed_partition.engine.pipeline.parts import held_modules, parts_of, tensors_by_name
 from deepspeed_partition.engine.pipeline.stages import allocation_of
+from deepspeed_partition.engine.repartition.one_memory import lay_together, memories_of, take_apart
 from deepspeed_partition.engine.repartition.part_descriptions import (
     changed_attributes,
     remember_attributes,
     say_what_stays,
     set_attributes,
+    tensors_in,
 )
 from deepspeed_partition.engine.runtime.collectives import gather_objects, receive_bytes, send_bytes
 from deepspeed_partition.engine.warmup.run_platform import machine_memory_bytes
@@ -195,9 +197,12 @@ class LayersOfUser:
         parts = [part for part in parts_of(self._pipeline) if _module_of(part.spec) is not None]
         owners = {part.name: part.owners(allocation) for part in parts}
         own = {name: layers[name] for name in owners if owners[name][0] == stage}
-        mine = {name: (self._described(layer), changed_attributes(layer)) for name, layer in own.items()}
+        mine = {
+            name: (self._described(layer), changed_attributes(layer), memories_of(tensors_in(layer)))
+            for name, layer in own.items()
+        }
         everyone = {name: infos for theirs in gather_objects(mine, group) for name, infos in theirs.items()}
-        described = {name: info for name, (info, _) in everyone.items()}
+        described = {name: info for name, (info, _, _) in everyone.items()}
         receives = place == "every_rank" or dist.get_rank() == 0
         arriving = {name: receives and stage not in owners[name] for name in owners}
         reason = _why_no_room(self._bytes_to_allocate([name for name in owners if arriving[name]], described))
@@ -206,14 +211,18 @@ class LayersOfUser:
         self.take_back()
         for name in owners:
             source, tensors = grid.stage_to_global(stage_id=owners[name][0]), tensors_by_name(layers[name])
+            _, changed, memories = everyone[name]
+            if arriving[name]:
+                take_apart(tensors_in(layers[name]), memories)
             for info in described[name]:
                 value = tensors[info.name] if dist.get_rank() == source else None
                 value = passed_on(value, info, source, group, place, arrives=arriving[name])
                 if arriving[name]:
                     lay_into(tensors[info.name], value, info)
             if arriving[name]:
-                set_attributes(layers[name], everyone[name][1])
-        say_what_stays(changed for _, changed in everyone.values())
+                set_attributes(layers[name], changed)
+                lay_together(tensors_in(layers[name]), memories)
+        say_what_stays(changed for _, changed, _ in everyone.values())
         if place == "every_rank":
             remember_attributes(layers.values(), again=True)
         return None

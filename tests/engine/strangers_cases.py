@@ -1975,6 +1975,105 @@ def tensors_of_one_memory(_: Path) -> None:
         assert len(lines) == num_lines and all("its outputs 0 and 1" in line for line in lines), lines
 
 
+class OneMemory(nn.Module):
+    """Writes to a buffer through views of it, which it has as buffers, attributes and in a list."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.register_buffer("big", torch.zeros(4, width))
+        self.register_buffer("row", self.big[1])
+        self.register_buffer("columns", self.big[:, 2:5])
+        self.register_buffer("weights", self.linear.weight.detach()[0])
+        self.same, self.rows = self.big, [self.big[0], self.big[3]]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.row.add_(0.01)
+            self.columns.mul_(1.01)
+            self.same.add_(0.002)
+            self.rows[1].add_(0.02)
+        return torch.tanh(self.linear(x)) + self.big.sum(0) + self.weights.mean()
+
+
+class Looking(nn.Module):
+    """Has a view of what it is given."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("row", table[1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.row
+
+
+def views_of_a_layer_stay_views_where_it_moves(_: Path) -> None:
+    """A buffer that was a view of another one had memory of its own on the next rank: other losses, in silence."""
+    data = batches(WARM_UP + 4)
+
+    def specs(kind: str) -> list[Any]:
+        ends = [LayerSpec(nn.Linear, 8, WIDTH)], [LayerSpec(nn.Linear, WIDTH, 4)]
+        between = [LayerSpec(OneMemory) if kind == "specs" else seeded(OneMemory) for _ in range(6)]
+        return [*ends[0], *between, *ends[1]]
+
+    for kind, zero in (("specs", 0), ("modules", 0), ("specs", 1)):
+        config = {"zero_optimization": {"stage": zero}}
+        expected = train(start(specs(kind), [0, 3, 8], config, optimizer=two_groups)[0], data)
+        if kind == "specs" and not zero:  # with ZeRO the weights lie in a flat buffer from the start
+            same(expected, train_alone(specs(kind), data, two_groups))
+        engine, _, _ = start(specs(kind), [0, 3, 8], config, optimizer=two_groups)
+        same(train_on_four_cuts(engine, data), expected)
+        layers = [layer for layer in engine.module.modules() if isinstance(layer, OneMemory)]
+        assert sum(gather_objects(len(layers))) == 6
+        for layer in layers:
+            memory = layer.big.untyped_storage().data_ptr()
+            views = [layer.row, layer.columns, layer.same, *layer.rows]
+            assert all(each.untyped_storage().data_ptr() == memory for each in views)
+            assert layer.same is layer.big and layer.row.storage_offset() == WIDTH
+            assert layer.columns.stride() == (WIDTH, 1) and layer.columns.storage_offset() == 2
+            assert zero or layer.weights.data_ptr() == layer.linear.weight.data_ptr()
+        if kind == "specs" and not zero:
+            config |= planned([0, 6, 8], warmup_steps=WARM_UP)
+            engine, _, _ = start(specs(kind), "madpipe", config, optimizer=two_groups)
+            same(train(engine, data), expected)
+            assert engine.module.parts == [0, 6, 8]
+
+
+def views_of_what_is_no_part_of_a_layer_are_told(_: Path) -> None:
+    """They have memory of their own on the next rank, and that is said once; what each layer makes is no view."""
+    table, data = torch.zeros(4, WIDTH), batches(2)
+    layers = {
+        "own": lambda: Looking(torch.zeros(4, WIDTH)),  # none of which is said: a line is said once
+        "copy": lambda: Looking(table.clone()),
+        "script": lambda: Looking(table),
+    }
+    for name, make in layers.items():
+        with heard() as said:
+            between = [make(), *(Block(WIDTH) for _ in range(5))]
+            engine, _, _ = start([nn.Linear(8, WIDTH), *between, nn.Linear(WIDTH, 4)], [0, 3, 8], optimizer=adam)
+            train(engine, data[:1])
+            engine.recut([0, 1, 8])
+            train(engine, data[1:])
+        told = [line for line in said if "lies in one memory with" in line]
+        assert len(told) == (name == "script"), told
+        assert all("row of layer '1'" in line and "a tensor that is not the layer's" in line for line in told), (
+            told
+        )
+    two, others = [Looking(table), Looking(table)], [Block(WIDTH) for _ in range(4)]
+    del two[0].row
+    two[0].register_buffer("table", table)
+    two[0].row = 0.0
+    with heard() as said:
+        specs = [nn.Linear(8, WIDTH), two[0], others[0], two[1], *others[1:], nn.Linear(WIDTH, 4)]
+        engine, _, _ = start(specs, [0, 4, 8], optimizer=adam)
+        train(engine, data[:1])
+        engine.recut([0, 3, 8])
+        train(engine, data[1:])
+    told = [line for line in said if "lies in one memory with" in line]
+    assert len(told) == 1 and "row of layer '3'" in told[0] and "table of layer '1'" in told[0], told
+
+
 class LooksAhead(torch.optim.Optimizer):
     """Has the groups and the state of another optimizer, and none of what ``Optimizer.__init__`` makes."""
 
@@ -2257,7 +2356,8 @@ CASES = [
     outputs_that_no_stage_hands_on, an_optimizer_around_another_one, gradients_that_are_there_before_a_step,
     calls_on_one_rank, layers_that_ask_for_their_rank_are_named,
     layers_that_ask_for_their_rank_when_built_are_named,
-    a_tensor_that_is_returned_twice, tensors_of_one_memory,
+    a_tensor_that_is_returned_twice, tensors_of_one_memory, views_of_a_layer_stay_views_where_it_moves,
+    views_of_what_is_no_part_of_a_layer_are_told,
     what_an_optimizer_keeps_of_its_weights_goes_with_them, what_an_optimizer_keeps_for_all_stays,
     optimizers_that_see_a_part, schedules_that_see_a_part,
     layers_that_remember, results_in_caches_stay_where_a_layer_moves,

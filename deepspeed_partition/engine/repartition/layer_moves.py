@@ -34,6 +34,11 @@ from deepspeed_partition.engine.pipeline.parts import (
 )
 from deepspeed_partition.engine.pipeline.stages import StagesModule, allocation_in_words, allocation_of
 from deepspeed_partition.engine.pipeline.tied_copies import own_copies
+from deepspeed_partition.engine.repartition.one_memory import (
+    lay_together,
+    say_what_lies_outside,
+    take_apart,
+)
 from deepspeed_partition.engine.repartition.optimizer_state import TrainingState
 from deepspeed_partition.engine.repartition.part_descriptions import (
     PartInfo,
@@ -43,11 +48,13 @@ from deepspeed_partition.engine.repartition.part_descriptions import (
     check_alike,
     describe,
     hidden_in,
+    let_none_move,
     only_what_changed,
     remember_attributes,
     say_what_stays,
     take_attributes,
     take_modules,
+    tensors_in,
 )
 from deepspeed_partition.engine.runtime.collectives import (
     gather_objects,
@@ -143,6 +150,9 @@ def _descriptions(
             before = part.owners(current)
             if before[0] == grid.get_stage_id() and set(part.owners(allocation)) - set(before):
                 sent[part.name] = only_what_changed(part, held[part.name], partial(_build_spec, module, part))
+        if sent:
+            layers = {name: tensors_in(each) for name, each in held.items()}
+            say_what_lies_outside(layers, sent, let_none_move(current))
         return sent
 
     described: dict[str, PartInfo] = {}
@@ -320,6 +330,7 @@ def _receive(name: str, arriving: Arriving, rank: int, users: Counter[int]) -> N
     built, description = arriving.built[name], arriving.described[name]
     device = torch.device(get_accelerator().current_device_name())
     tensors = tensors_by_name(built)
+    take_apart(tensors_in(built), description.memories)
     for info in description.tensors:
         tensor = tensors[info.name]
         tensor.data = receive_bytes(info.shape, info.dtype, device, rank)
@@ -339,6 +350,8 @@ def _receive(name: str, arriving: Arriving, rank: int, users: Counter[int]) -> N
             tensor.data.copy_(values)  # others may have it, too
         else:
             tensor.data = values
+    if description.memories:
+        lay_together(tensors_in(built), description.memories)
 
 
 def _let_go(module: PipelineModule) -> None:

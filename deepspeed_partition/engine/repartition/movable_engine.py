@@ -14,16 +14,23 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from deepspeed_partition.engine.pipeline.module import asks_for_plan, check_every_rank_trains
 from deepspeed_partition.engine.pipeline.own_optimizers import kept_beside_state
-from deepspeed_partition.engine.pipeline.parts import in_words, parts_here, trainable_parameters
+from deepspeed_partition.engine.pipeline.parts import (
+    held_modules,
+    in_words,
+    parts_here,
+    trainable_parameters,
+)
 from deepspeed_partition.engine.pipeline.plan_engine import AnyPlanEngine
 from deepspeed_partition.engine.pipeline.stages import allocation_of
 from deepspeed_partition.engine.repairs import fit_reduction_buffers, let_stages_differ, prefer_torch_adam
 from deepspeed_partition.engine.repartition.given_gradients import GivenGradients
 from deepspeed_partition.engine.repartition.kept_along import KeptAlong
 from deepspeed_partition.engine.repartition.layer_moves import build_arriving, move_layers
+from deepspeed_partition.engine.repartition.one_memory import in_memory_of_others
 from deepspeed_partition.engine.repartition.optimizer_copies import mark_copies
 from deepspeed_partition.engine.repartition.optimizer_state import TrainingState, lay_states_given
 from deepspeed_partition.engine.repartition.parameter_groups import EveryGroup, ParameterGroups
+from deepspeed_partition.engine.repartition.part_descriptions import tensors_in
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.environment import announce, log_here, planning_is_off
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
@@ -215,11 +222,14 @@ class MovingEngine(AnyPlanEngine):
             self.basic_optimizer.state.clear()
             for group in self.basic_optimizer.param_groups:
                 group["params"].clear()
+        held = held_modules(self.module).values()
+        views = {id(each) for part in held for each in in_memory_of_others(tensors_in(part))}
         for parameter in self.module.parameters():
             if hasattr(parameter, "_hp_grad"):  # the bf16 optimizer's, a view of a flat buffer like the next
                 del parameter._hp_grad
-            # A view of a flat buffer keeps all of it alive.
-            parameter.data = parameter.data.clone()
+            # A view of a flat buffer keeps all of it alive; one of what its layer has is to stay one.
+            if id(parameter) not in views:
+                parameter.data = parameter.data.clone()
 
     def _num_scheduled(self, every_group: EveryGroup) -> int:
         """How many groups the scheduler knows: where DeepSpeed cut the module, those in use on this rank alone."""

@@ -12,7 +12,7 @@ import zlib
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -46,6 +46,7 @@ from deepspeed_partition.engine.repartition.object_states import (
     loaded,
     object_state,
 )
+from deepspeed_partition.engine.repartition.one_memory import Found, Memory, found_in, memories_of
 from deepspeed_partition.engine.repartition.shared_tensors import (
     CopyOfVariable,
     StillThere,
@@ -101,6 +102,8 @@ class PartInfo:
     """The tensors of modules that it holds where torch does not look, by name."""
     tree: Tree
     """The modules that it is made of."""
+    memories: list[Memory] = field(default_factory=list)
+    """The memories in which several of its tensors lie."""
 
 
 def describe(part: nn.Module) -> PartInfo:
@@ -124,12 +127,18 @@ def describe(part: nn.Module) -> PartInfo:
     for name, module in hidden.items():  # the engine sets that of the others
         attributes[name]["training"] = module.training
     sent = {name: _sent_tensor(tensor) for name, tensor in hidden_tensors(hidden).items()}
-    return PartInfo(tensors, tuple(hooks), attributes, sent, tree_of(part, hidden))
+    memories = memories_of(found_in(part, hidden))
+    return PartInfo(tensors, tuple(hooks), attributes, sent, tree_of(part, hidden), memories)
 
 
 def hidden_in(part: nn.Module) -> dict[str, nn.Module]:
     """The modules that a part holds where torch does not look, by name, and that are no layers of the pipeline."""
     return hidden_modules(part, apart=_FIRST)
+
+
+def tensors_in(part: nn.Module) -> list[Found]:
+    """The tensors of a part, with where they are found in it."""
+    return found_in(part, hidden_in(part))
 
 
 def _named(part: nn.Module, hidden: dict[str, nn.Module]) -> Named:
@@ -684,7 +693,7 @@ def take_modules(part: Part, built: nn.Module, there: PartInfo, rank: int, prese
 def _other_modules(part: Part, error: UnlikeTreeError, rank: int, present: Allocation) -> str:
     return (
         f"layer {part.name!r} cannot be moved: on rank {rank} {error}, and its specification builds something "
-        f"else: let its __init__ build that; or {_let_none_move(present)}"
+        f"else: let its __init__ build that; or {let_none_move(present)}"
     )
 
 
@@ -818,7 +827,7 @@ def _is_known(function: Any) -> bool:
     return f"{getattr(function, '__module__', '')}.".startswith(KNOWN)
 
 
-def _let_none_move(present: Allocation) -> str:
+def let_none_move(present: Allocation) -> str:
     """What keeps all layers where they are, in words; boundaries are those in force, which can be copied."""
     given = f"boundaries as PipelineModule(partition_method={list(present.boundaries)})"
     given = given if present.is_contiguous else "a plan as PipelineModule(plan=...)"
@@ -841,7 +850,7 @@ def _check_what_was_added(part: Part, there: PartInfo, here: PartInfo, rank: int
         raise RuntimeError(
             f"layer {part.name!r} cannot be moved: on rank {rank} it has the hook {next(iter(added))}, which "
             "would stay behind: register it where the layer is built, in its __init__; or remove it, "
-            f"and register it again after the move; or {_let_none_move(present)}"
+            f"and register it again after the move; or {let_none_move(present)}"
         )
     attributes = [(info.name, info.attributes, own[info.name].attributes) for info in there.tensors]
     new = new_paths(there.tree, here.tree)
@@ -861,7 +870,7 @@ def _check_what_was_added(part: Part, there: PartInfo, here: PartInfo, rank: int
                 raise RuntimeError(
                     f"layer {part.name!r} cannot be moved: on rank {rank} its {owner_name} has the attribute "
                     f"{name!r}, a {kind}, which no other process can have: set it where the layer is "
-                    f"built, in its __init__; or {_let_none_move(present)}"
+                    f"built, in its __init__; or {let_none_move(present)}"
                 )
 
 
@@ -885,7 +894,7 @@ def check_alike(part: Part, description: PartInfo, here: PartInfo, rank: int, pr
             f"layer {part.name!r} cannot be moved: its specification builds {sorted((*tensors, *here.hidden))} "
             f"and rank {rank} has {sorted((*(info.name for info in description.tensors), *beside))}; change "
             "layers in their specification, not after they are built (weight normalization or LoRA go into the "
-            f"__init__ of a layer, or of a module that wraps it); or {_let_none_move(present)}"
+            f"__init__ of a layer, or of a module that wraps it); or {let_none_move(present)}"
         )
     try:
         check_tree(description.tree, here.tree)
