@@ -50,6 +50,7 @@ PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None), torch.dtyp
 """Types of values that nothing changes in place."""
 _OF_TORCH = frozenset(vars(nn.Module()))
 _OF_DEEPSPEED = ("ds_", "_ds_")
+_OWN_PACKAGES = ("deepspeed_partition", "lightning_madpipe")
 _DEPTH = 2
 _MOST_MEMBERS = 1000
 """Members of a list or a dict up to which each is compared: of longer ones the length is."""
@@ -361,7 +362,8 @@ class _Held:
         elif isinstance(value, nn.Module):
             self.modules.append(value)
         elif isinstance(table := getattr(value, "__dict__", None), dict):
-            self._objects += [table, value] if isinstance(value, dict) else [table]
+            if type(value).__module__.partition(".")[0] not in _OWN_PACKAGES:  # what ours keep is of the measuring
+                self._objects += [table, value] if isinstance(value, dict) else [table]
             for member in list(table.values()):
                 self.add(member)
 
