@@ -143,7 +143,7 @@ class LayerComparison:
         """Compare the layers for the first micro-batch of ``run``. Collective; see :meth:`compare`."""
         self._settings.bring()
         with self._steps.rehearsal(), self._pipeline.elsewhere.everything_hidden():
-            inputs = self._steps.inputs(run.micro_batches[0], on_all_ranks=True)
+            inputs = self._steps.inputs_of_first(run)
         self.compare(inputs, run, changed)
 
     def compare(self, inputs: Any, run: BatchRun, changed: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ from deepspeed_partition.engine.pipeline.batch_attempt import OUT_OF_MEMORY
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.random_state import random_state
 from lightning_madpipe.compat.elsewhere import ElsewhereError
-from lightning_madpipe.finding.batch_states import FROM_THE_FIRST
+from lightning_madpipe.finding.batch_states import FROM_THE_FIRST, state_of_other_size
 from lightning_madpipe.finding.captured_call import CapturedCall
 from lightning_madpipe.module import pipeline_of
 from lightning_madpipe.steps import left_alike
@@ -288,6 +288,19 @@ class UserSteps:
                 f"pipeline{hint}"
             )
         return taken[0] if len(taken) == 1 else taken
+
+    def inputs_of_first(self, run: BatchRun) -> Tensor | tuple[Tensor, ...]:
+        """What the step passes to the pipeline for the first micro-batch, where all ranks ask for it.
+
+        A state that the step keeps from batch to batch is of the samples of a batch; its part is given.
+        """
+        first = run.micro_batches[0]
+        inputs = self.inputs(first, on_all_ranks=True)
+        if len(run.micro_batches) == 1 or state_of_other_size(self._module, as_tuple(inputs)) is None:
+            return inputs
+        whole = as_tuple(self.inputs(run.whole, on_all_ranks=True))
+        shapes = self._shapes_of_pieces.get((first.step, shapes_of(first.data), shapes_of(run.whole.data)))
+        return inputs if shapes is None else cut_inputs(whole, shapes, run.sizes)[0]
 
     def _taken(self, micro_batch: MicroBatch, is_last_stage: bool, on_all_ranks: bool) -> tuple[Any, ...]:
         """What the step calls the layers with."""

@@ -1613,6 +1613,30 @@ class CarryingByLayers(CarryingForBatches):
         return [Both(self.embed), self.cell, nn.Identity(), Twice(self.head)]
 
 
+class CarryingTurned(Carrying):
+    """Its layers are looked at again when its state has the size of a batch already, which ``forward`` turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRU(12, 12, batch_first=True)
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> Any:
+        outputs, state = self.cell(torch.tanh(self.embed(x))[:, None], state.transpose(0, 1).contiguous())
+        return self.head(outputs[:, 0]), state.transpose(0, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.state is None:
+            self.state = torch.zeros(len(batch[0]), 1, 12)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_start(self) -> None:
+        self.state = None
+
+
+def carried_and_turned(host: cases.Host) -> dict[str, Any]:
+    return trained(host, CarryingTurned, cases.loader(48, batch_size=16))
+
+
 class Both(nn.Module):
     def __init__(self, embed: nn.Module) -> None:
         super().__init__()
@@ -1760,6 +1784,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         featured,
         translator,
         recurrent,
+        carried_and_turned,
         several_calls,
         several_calls_adding,
         changing_number,
