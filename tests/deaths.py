@@ -78,7 +78,7 @@ def check_ends(
     assert killed["exits"][death.rank] == -9, killed["logs"][death.rank][-3000:]
     assert killed["exits"][other] == 1, "neither left, nor aborted"
     told = killed["logs"][other]
-    cause = f"rank {death.rank} has ended|Connection (closed|reset) by peer"
+    cause = rf"rank {death.rank} (\(process \d+\) )?has ended|Connection (closed|reset) by peer"
     assert re.search(cause, told) or (death.rank == 0 and "store" in told), told[-3000:]
     assert resumed["exits"] == [0] * death.num_processes, resumed["logs"][0][-3000:]
     assert not [left for left in after["left"] if left.startswith(".")], after["left"]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tests import exhaustive
 from tests.server import ON_THE_CPU, Process, enter, import_libraries
 
 OF_A_JOB = ("PL_", "RANK", "WORLD", "LOCAL_", "MASTER_", "MADPIPE")
@@ -35,7 +36,11 @@ class Outcome(NamedTuple):
 
 def environments_of(num_ranks: int | None, variables: Mapping[str, str] | None = None) -> list[dict[str, str]]:
     """The environment of each rank, as torchrun makes it; of one process that is no rank if ``None``."""
-    common = {name: value for name, value in os.environ.items() if not name.startswith(OF_A_JOB)}
+    common = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(OF_A_JOB) or name == exhaustive.VARIABLE
+    }
     common |= {**ON_THE_CPU, **(variables or {})}
     if num_ranks is None:
         return [common]

@@ -8,6 +8,7 @@ takes them along where layers move.
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_partition.engine.runtime.collectives import any_bits, gather_objects
-from deepspeed_partition.engine.runtime.environment import warn_once
+from deepspeed_partition.engine.runtime.environment import log_here
 from deepspeed_partition.profiling.attributes import PLAIN
 
 UNLIKE = (
@@ -50,6 +51,7 @@ class GroupSettings:
 
     def __init__(self, optimizers: Callable[[], Sequence[Any]]) -> None:
         self._optimizers = optimizers
+        self._told: set[str] = set()
         self._known: Settings = {}
         self.note()
 
@@ -84,9 +86,10 @@ class GroupSettings:
             first = next(iter(values))
             unlike = next((rank for rank, value in values.items() if repr(value) != repr(values[first])), None)
             if unlike is not None:
-                if dist.get_rank() == 0:
+                if dist.get_rank() == 0 and name not in self._told:
                     words = {"one": values[first], "other": values[unlike], "first": first, "second": unlike}
-                    warn_once(f"groups/{name}", UNLIKE.format(name=name, number=number, **words))
+                    log_here(UNLIKE.format(name=name, number=number, **words), logging.WARNING)
+                self._told.add(name)
             elif dist.get_rank() not in values and number < len(self._groups()):
                 _set(self._groups()[number], name, values[first])
 

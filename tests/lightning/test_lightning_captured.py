@@ -35,7 +35,7 @@ def test_dropout_draws_from_the_seed(two: Records) -> None:
         ("MaskedByDraws", "training_step makes 2 calls, of which 1 is found: behind it training_step raises Data"),
         (
             "MaskedByDraws",
-            ", and make one call, self(...) or that of a module whose forward() runs them",
+            ", or make one call, self(...) or that of a module whose forward() runs them",
         ),
         ("Dropping", "; dropout can stand in forward() itself"),
         ("NoCall", "calls neither self() nor a module whose weights are trained"),

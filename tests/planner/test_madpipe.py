@@ -68,7 +68,9 @@ def test_equals_every_allocation_with_its_best_schedule(batch, monkeypatch):
             continue
         plan = make_plan(made, platform)
         assert plan.period_seconds == problem.times.clock.seconds(best)
-        assert (plan.proved, plan.proved_class) == (True, "any allocation")
+        # One that recomputes, and takes as long, is proved among contiguous ones.
+        recomputes = any(stage.rematerialize for stage in plan.stages)
+        assert plan.proved and (recomputes or plan.proved_class == "any allocation")
         assert plan.lower_bound_seconds <= plan.period_seconds
         assert plan.class_lower_bound_seconds is None or plan.class_lower_bound_seconds >= plan.period_seconds
         assert replay(plan, made).violations == ()

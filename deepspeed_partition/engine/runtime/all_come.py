@@ -29,11 +29,15 @@ def wait_until_all_come(
         wait_for_all(
             call,
             what_to_do,
-            say=log_here,
+            say=log_here if watch.patience_seconds else _say_nothing,
             is_asked_to_end=is_asked_to_end,
             why_not_coming=WhyNotComing(),
             is_over=is_over,
         )
+
+
+def _say_nothing(_: str) -> None:
+    """Where the option ``patience_seconds`` is 0, nothing is said of who waits."""
 
 
 def wait_for_the_same_error(seconds: float = 10.0) -> None:
