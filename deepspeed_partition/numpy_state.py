@@ -30,7 +30,11 @@ class NumpyState(NamedTuple):
 
     @property
     def legacy(self) -> tuple[Any, ...]:
-        """The same as ``RandomState.get_state()`` gives it."""
+        """The state in the form of ``RandomState.get_state()``.
+
+        That is the kind of generator, its 624 words, the number of the next of them, whether a normal number is
+        kept of a draw of two, and that number.
+        """
         words = np.frombuffer(self.words, np.uint32, _NUM_WORDS)
         (position,) = _POSITION.unpack_from(self.words, words.nbytes)
         return "MT19937", words, position, *_KEPT.unpack(self.kept)

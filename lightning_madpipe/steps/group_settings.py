@@ -39,7 +39,7 @@ class OfRank(NamedTuple):
     changed: set[tuple[int, str]]
     settings: Settings
     has_parameters: list[bool]
-    """Of each group."""
+    """Whether each parameter group of the optimizers has parameters of this rank's layers, by number."""
 
 
 class GroupSettings:
