@@ -15,7 +15,8 @@ import torch
 from deepspeed_partition.engine import repairs
 from deepspeed_partition.engine.runtime import accelerator as devices
 from deepspeed_partition.engine.runtime import collectives, tracing
-from deepspeed_partition.engine.warmup import run_platform
+from deepspeed_partition.engine.warmup import run_plan, run_platform
+from deepspeed_partition.options import Options
 
 GIB = 2**30
 
@@ -52,7 +53,7 @@ def accelerator(monkeypatch):
         monkeypatch.setattr(devices, "get_accelerator", lambda: chosen)
         return chosen
 
-    for name in (*devices.BEFORE_CUDA_STARTS, "PYTORCH_ALLOC_CONF"):
+    for name in (*devices.BEFORE_CUDA_STARTS, devices.WHAT_IS_KNOWN, "PYTORCH_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     return use
 
@@ -72,6 +73,7 @@ def test_what_cuda_reads_when_it_starts(accelerator, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     assert devices.prepare_cuda() is None
     assert devices.BEFORE_CUDA_STARTS.items() <= os.environ.items()
+    assert os.environ[devices.WHAT_IS_KNOWN] == "false", "each group of its own would be advised to be one"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert devices.prepare_cuda() is None, "nothing is missing"
     for name in devices.BEFORE_CUDA_STARTS:
@@ -85,6 +87,7 @@ def test_what_the_user_has_set_stays(accelerator, monkeypatch, name):
     monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     monkeypatch.setenv(name, "max_split_size_mb:128")
+    monkeypatch.setenv(devices.WHAT_IS_KNOWN, "true")
     before = dict(os.environ)
     assert devices.prepare_cuda() is None
     assert dict(os.environ) == before
@@ -94,6 +97,7 @@ def test_cuda_that_has_started_already(accelerator, monkeypatch):
     accelerator("cuda")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")  # as torch sets it when it starts CUDA
+    monkeypatch.setenv(devices.WHAT_IS_KNOWN, "false")
     before = dict(os.environ)
     words = devices.prepare_cuda()
     assert words is not None and dict(os.environ) == before
@@ -177,6 +181,23 @@ def test_a_plan_fills_what_is_free_less_a_margin(accelerator, monkeypatch):
     assert devices.usable_bytes(1, 12 * GIB) == (50 * GIB + 5 * GIB + 12 * GIB - 4 * GIB, 4 * GIB)
     shared, margin = devices.usable_bytes(2, 12 * GIB)
     assert (shared, margin) == (55 * GIB // 2 + 12 * GIB - 2 * GIB, 2 * GIB)
+
+
+def test_workspaces_of_products_are_counted_and_given_back(accelerator, monkeypatch):
+    """They are in no tensor of training, and training takes them again: a small model's plan was 68 MB too low."""
+    held = [3 * GIB, 2**26]
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: sum(held))
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: held.pop(), raising=False)
+    accelerator("cpu")
+    assert devices.workspace_bytes() == 0 and len(held) == 2
+    accelerator("cuda")
+    assert devices.workspace_bytes() == 2**26 and held == [3 * GIB]
+    measured = SimpleNamespace(
+        training_bytes=8, weight_bytes=4, workspace_bytes=2**26, memory_bytes=GIB, needs=None, trial=None
+    )
+    nothing = SimpleNamespace(**{**vars(measured), "workspace_bytes": 0})
+    platform = run_plan._platform(Options(), [nothing, measured], (), None)
+    assert platform.fixed_bytes == 2**26
 
 
 def test_a_full_device_has_room_for_nothing(accelerator, monkeypatch):

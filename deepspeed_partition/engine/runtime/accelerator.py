@@ -30,6 +30,9 @@ BEFORE_CUDA_STARTS = {
 """Variables of the environment, and the values that they get where the user has not set them."""
 FEWEST_QUEUES = 8
 """The fewest hardware queues that are enough without a warning. The hardware's default is as many."""
+WHAT_IS_KNOWN = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
+"""The variable that turns off torch's advice, of several lines for each group of NCCL that carries single messages:
+messages that may pass each other should have groups of their own. They have them here."""
 ALSO_SET_AS = {"PYTORCH_CUDA_ALLOC_CONF": "PYTORCH_ALLOC_CONF"}
 """The other name of a variable, since torch 2.9."""
 BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
@@ -52,6 +55,7 @@ def prepare_cuda() -> str | None:
     """
     if get_accelerator().device_name() != "cuda":
         return None
+    os.environ.setdefault(WHAT_IS_KNOWN, "false")
     missing = [
         name
         for name in BEFORE_CUDA_STARTS
@@ -195,11 +199,26 @@ def why_not_blocking(variables: Mapping[str, str] = os.environ) -> str | None:
     )
 
 
+def workspace_bytes() -> int:
+    """The memory that products of matrices have taken for themselves on this rank's device; it is given back here.
+
+    cuBLAS gets a workspace for each thread that multiplies on a stream, 32 MiB on an H100: one for forwards, and
+    one for torch's thread of backwards. Training takes them again: this much is in its peak, beside all tensors.
+    """
+    give_back = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # torch has it for captured graphs
+    if get_accelerator().device_name() != "cuda" or give_back is None:
+        return 0
+    before = torch.cuda.memory_allocated()
+    give_back()
+    return before - torch.cuda.memory_allocated()
+
+
 def usable_bytes(num_processes: int, kept_bytes: int) -> tuple[int, int]:
     """The memory of this rank's device that a plan may fill, and the margin that it leaves.
 
     That is what is free now, and what the plan counts of what this process holds; less a margin of
-    ``MARGIN_FRACTION`` of the device, ``MARGIN_BYTES`` at the least. Memory of other processes, of CUDA itself and
+    ``MARGIN_FRACTION`` of the device, ``MARGIN_BYTES`` at the least. Workspaces of cuBLAS are given back first, for
+    plans count them where they are measured. Memory of other processes, of CUDA itself and
     of tensors that do not belong to training is not in it.
 
     Args:
@@ -210,6 +229,7 @@ def usable_bytes(num_processes: int, kept_bytes: int) -> tuple[int, int]:
     total = int(accelerator.total_memory())
     if accelerator.device_name() == "cuda":
         free, _ = torch.cuda.mem_get_info()
+        workspace_bytes()
         # The allocator's blocks that hold nothing can be used again.
         free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     else:

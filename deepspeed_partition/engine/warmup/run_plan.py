@@ -16,6 +16,7 @@ import deepspeed
 import torch
 
 from deepspeed_partition.engine.pipeline.plan_engine import LossCost
+from deepspeed_partition.engine.runtime import accelerator
 from deepspeed_partition.engine.runtime.collectives import (
     from_rank_0,
     gather_objects,
@@ -83,6 +84,8 @@ class StageReport:
     memory_bytes: int
     training_bytes: int
     weight_bytes: int
+    workspace_bytes: int
+    """What products of matrices take for themselves."""
     trial: TrialReport | None
     """What the rank saw in the warm-up, besides its layers; None where there was none."""
     error: Exception | None = None
@@ -292,6 +295,7 @@ def _report(
         memory_bytes=memory_bytes,
         training_bytes=training,
         weight_bytes=weights,
+        workspace_bytes=accelerator.workspace_bytes(),
         trial=None if measuring is None else measuring.report(),
         error=error,
         loss_cost=engine.loss_cost,
@@ -671,7 +675,8 @@ def _platform(
         # Where the pipeline never drains, two versions of the weights are among them.
         weight_copies=options.weight_copies or kept / weights + (options.weight_versions not in (None, FLUSH)),
         optimizer_step="sum" if any(each.at_once for each in needs) else "largest",
-        fixed_bytes=header_bytes() if needs and options.weight_copies is None else 0,
+        fixed_bytes=(header_bytes() if needs and options.weight_copies is None else 0)
+        + max(report.workspace_bytes for report in reports),
         duplex=options.duplex or link.duplex,
         port_bandwidth=options.port_bandwidth or link.port_bandwidth,
         devices_per_port=_devices_per_port(options, link),
