@@ -31,7 +31,7 @@ BEFORE_CUDA_STARTS = {
 FEWEST_QUEUES = 8
 """The fewest hardware queues that are enough without a warning. The hardware's default is as many."""
 WHAT_IS_KNOWN = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
-"""The variable that turns off torch's advice, of several lines for each group of NCCL that carries single messages:
+"""The variable that turns off torch's advice, of several lines for each group of NCCL with single messages:
 messages that may pass each other should have groups of their own. They have them here."""
 ALSO_SET_AS = {"PYTORCH_CUDA_ALLOC_CONF": "PYTORCH_ALLOC_CONF"}
 """The other name of a variable, since torch 2.9."""
@@ -217,9 +217,9 @@ def usable_bytes(num_processes: int, kept_bytes: int) -> tuple[int, int]:
     """The memory of this rank's device that a plan may fill, and the margin that it leaves.
 
     That is what is free now, and what the plan counts of what this process holds; less a margin of
-    ``MARGIN_FRACTION`` of the device, ``MARGIN_BYTES`` at the least. Workspaces of cuBLAS are given back first, for
-    plans count them where they are measured. Memory of other processes, of CUDA itself and
-    of tensors that do not belong to training is not in it.
+    ``MARGIN_FRACTION`` of the device, ``MARGIN_BYTES`` at the least. Workspaces of cuBLAS are given back first: a
+    plan counts them where they are measured. Memory of other processes, of CUDA itself and of tensors that do not
+    belong to training is not in it.
 
     Args:
         num_processes: that share the device, of this job.
