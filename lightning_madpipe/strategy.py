@@ -1005,7 +1005,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             call._call_lightning_module_hook(trainer, hook, *arguments)
         if trainer.gradient_clip_val and clips_by_value(trainer):
             torch.nn.utils.clip_grad_value_(self.pipeline.parameters(), trainer.gradient_clip_val)
-        if self._group_settings is not None and not self._never_drains:
+        if self._group_settings is not None and self.deepspeed_engine.is_at_rest:
             self._group_settings.compare()
 
 

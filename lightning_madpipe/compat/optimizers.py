@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deepspeed_partition.engine.pipeline.own_optimizers import TrialError, why_not_in_parts
 from deepspeed_partition.engine.runtime.environment import announce, warn_once
+from deepspeed_partition.profiling.attributes import PLAIN
 from lightning_madpipe.compat.source_lines import line_of_method
 
 ONE_OF_EACH = "a pipeline works with one optimizer and at most one scheduler"
@@ -122,3 +123,21 @@ def tell_of_zeros(module: Any, weights: Sequence[nn.Parameter]) -> None:
             "weight decay shrinks them, and momentum moves them on: freeze weights that nothing uses, or use "
             "precision='32-true' with stage=0, which leaves them",
         )
+
+
+def settings_of(optimizers: Iterable[Any]) -> dict[tuple[int, str], Any]:
+    """The settings of all parameter groups that are plain values, by the number of the group and their names."""
+    found: dict[tuple[int, str], Any] = {}
+    for number, group in enumerate(group for optimizer in optimizers for group in optimizer.param_groups):
+        for name, value in group.items():
+            if name == "params":
+                continue
+            if type(value) in PLAIN or _is_of_plain(value):
+                found[number, name] = value
+            elif isinstance(value, Tensor) and value.numel() == 1:  # the rate of a capturable optimizer
+                found[number, name] = value.item()
+    return found
+
+
+def _is_of_plain(value: Any) -> bool:
+    return isinstance(value, tuple | list) and all(type(each) in PLAIN for each in value)

@@ -44,8 +44,9 @@ WITH_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 AFTER_A_STEP = ("on_train_batch_end", "on_train_epoch_end", "on_before_zero_grad")
 """Hooks in which one process still has the gradients of the last step."""
 
-PRE_HOOK = "the step pre hook"
-"""How the name begins of what an optimizer runs before its closure, with the gradients of the step before."""
+PRE_HOOK, POST_HOOK = "the step pre hook", "the step post hook"
+"""How the names begin of what an optimizer runs before its closure, with the gradients of the step before, and
+behind its step."""
 
 NOT_WATCHED = ("on_save_checkpoint", "on_load_checkpoint", "on_exception")
 
@@ -147,12 +148,14 @@ class HookWatch:
             )
             alone: AbstractContextManager[None] = nullcontext()
             norms: AbstractContextManager[None] = nullcontext()
+            settings: AbstractContextManager[None] = nullcontext()
             if hook in WITH_GRADIENTS:
                 alone = self._in_flight.without_others(place)
+                settings = self._in_flight.with_settings(place)
                 norms = self._norms.over_all_ranks(self._in_flight.why_no_norm(place))
             told = self._instead(mode, lambda *found: self._tell_of_count(owner, hook, *found))
             masters = written_into_masters(self._module, mode.written) if self._flattened else nullcontext()
-            with alone, norms, masters, told, reached_in_hooks(self._module):
+            with alone, norms, settings, masters, told, reached_in_hooks(self._module):
                 yield profiled
 
     @contextmanager
@@ -176,7 +179,9 @@ class HookWatch:
         alone = (
             nullcontext() if name.startswith(PRE_HOOK) else self._in_flight.without_others(f"{name} of {owner}")
         )
-        with alone, masters, told, reached_in_hooks(self._module):
+        is_behind = name.startswith(POST_HOOK)
+        settings = self._in_flight.with_settings(f"{name} of {owner}") if is_behind else nullcontext()
+        with alone, settings, masters, told, reached_in_hooks(self._module):
             yield
 
     @contextmanager

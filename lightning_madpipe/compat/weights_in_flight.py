@@ -1,13 +1,14 @@
 """Hooks of a pipeline that never drains: between two batches weights are of different updates on each rank.
 
 A hook that reads them there is told of, one that changes them is refused. And hooks that see the gradients of an
-update run on each rank when it has these, so that ranks cannot meet in them.
+update run on each rank when it has these, so that ranks cannot meet in them. To change settings of the optimizer
+there is refused: an update has those of its own batch, and other batches have been given theirs since.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from deepspeed_partition.engine import MadPipeEngine
 from deepspeed_partition.engine.runtime.environment import warn_once
 from lightning_madpipe.compat.collective_calls import collectives_refused
+from lightning_madpipe.compat.optimizers import settings_of
 from lightning_madpipe.module import pipeline_of
 
 READ = (
@@ -39,6 +41,13 @@ NORM = (
     "{place} clips by the norm of several gradients, which are on several ranks, and with weight_versions "
     "{mode!r} each rank comes to it when it has its own, at another time than the others: use "
     "Trainer(gradient_clip_val=...), or leave weight_versions out"
+)
+
+SET = (
+    "{place} changes {names} of the optimizer's groups, and with weight_versions {mode!r} it runs on each rank "
+    "when that has the gradients of a step, while later batches are under way with the settings that they were "
+    "given: ranks would train by different ones. Set it in on_train_batch_start, whose settings the step of that "
+    "batch has, or leave weight_versions out"
 )
 
 
@@ -114,6 +123,24 @@ class WeightsInFlight:
         """Why a hook that sees gradients cannot take their norm over all ranks; None where it can."""
         engine = self._engine()
         return None if engine.is_at_rest else NORM.format(place=place, mode=engine.weight_versions)
+
+    @contextmanager
+    def with_settings(self, place: str) -> Iterator[None]:
+        """Refuse other settings of the optimizer, in what runs with an update.
+
+        Raises:
+            Exception: the host's, where a setting is another one at the end.
+        """
+        if self._engine().is_at_rest:
+            yield
+            return
+        before = settings_of(self._optimizers())
+        yield
+        now = settings_of(self._optimizers())
+        changed = sorted({name for number, name in now if now[number, name] != before.get((number, name))})
+        if changed:
+            names = ", ".join(map(repr, changed))
+            raise self._refusal(SET.format(place=place, names=names, mode=self._engine().weight_versions))
 
     def without_others(self, place: str) -> AbstractContextManager[None]:
         """Refuse collectives over ranks of other stages, in what runs with an update."""

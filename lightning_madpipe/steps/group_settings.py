@@ -19,7 +19,7 @@ from torch import Tensor
 
 from deepspeed_partition.engine.runtime.collectives import any_bits, gather_objects
 from deepspeed_partition.engine.runtime.environment import log_here
-from deepspeed_partition.profiling.attributes import PLAIN
+from lightning_madpipe.compat.optimizers import settings_of
 
 UNLIKE = (
     "{name!r} of group {number} of the optimizer is {one} on rank {first} and {other} on rank {second}: a hook "
@@ -57,14 +57,14 @@ class GroupSettings:
 
     def note(self) -> None:
         """Take the settings as they are for what all ranks have: the optimizer's step may have made them so."""
-        self._known = self._settings()
+        self._known = settings_of(self._optimizers())
 
     def compare(self) -> None:
         """Let all ranks have the settings of the ranks with parameters of a group. Collective.
 
         Where these have changed a setting otherwise, one line says so once.
         """
-        now = self._settings()
+        now = settings_of(self._optimizers())
         changed = {key: value for key, value in now.items() if self._known.get(key) != value}
         mark = zlib.crc32(repr(sorted(changed.items(), key=lambda item: item[0])).encode()) >> 1
         # A bit that is there both ways shows that two ranks have other marks.
@@ -95,22 +95,6 @@ class GroupSettings:
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self._optimizers() for group in optimizer.param_groups]
-
-    def _settings(self) -> Settings:
-        found: Settings = {}
-        for number, group in enumerate(self._groups()):
-            for name, value in group.items():
-                if name == "params":
-                    continue
-                if type(value) in PLAIN or _is_of_plain(value):
-                    found[number, name] = value
-                elif isinstance(value, Tensor) and value.numel() == 1:  # the rate of a capturable optimizer
-                    found[number, name] = value.item()
-        return found
-
-
-def _is_of_plain(value: Any) -> bool:
-    return isinstance(value, tuple | list) and all(type(each) in PLAIN for each in value)
 
 
 def _set(group: dict[str, Any], name: str, value: Any) -> None:

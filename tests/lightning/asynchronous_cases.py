@@ -294,6 +294,26 @@ class Clips(Callback):
         nn.utils.clip_grad_norm_(module.parameters(), 1.0)
 
 
+class Slows(Callback):
+    """Halves the rate from a step on, where the gradients of the step are there or where its batch begins."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self.slow)
+
+    def slow(self, trainer: Any, module: Any, *_: Any) -> None:
+        if module.global_step == 2:
+            for group in trainer.optimizers[0].param_groups:
+                group["lr"] *= 0.5
+
+
+class SlowsBehind(Callback):
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        trainer.optimizers[0].register_step_post_hook(lambda optimizer, *_: self.slow(optimizer))
+
+    def slow(self, optimizer: Any) -> None:
+        optimizer.param_groups[0]["lr"] *= 0.5
+
+
 class Harmless(Callback):
     """Clears gradients, halves those of a step, logs, and counts the steps of the optimizer."""
 
@@ -330,7 +350,8 @@ def hooks_in_flight(host: cases.Host) -> dict[str, Any]:
     refusals = {}
     for mode, hook in (
         ("stashing", Writes()), ("stashing", ReadsState(clears=True)), ("2bw", Meets()),
-        ("vertical-sync", Clips()),
+        ("vertical-sync", Clips()), ("stashing", Slows("on_before_optimizer_step")),
+        ("vertical-sync", SlowsBehind()),
     ):  # fmt: skip
         with pytest.raises(Exception, match="weight_versions") as refusal:
             short(host, mode, data, hook)
@@ -343,6 +364,14 @@ def hooks_in_flight(host: cases.Host) -> dict[str, Any]:
         with torch.no_grad():
             for weight in expected.model.parameters():
                 weight.clamp_(-0.2, 0.2)
+    same_weights(model, expected)
+    expected, model, watch, _ = short(host, "stashing", data, Slows("on_train_batch_start"))
+    found = []
+    for number, batch in enumerate(data):
+        for group in expected.optimizer.param_groups if number == 2 else ():
+            group["lr"] *= 0.5
+        found.append(expected.train(batch))
+    same(watch.losses, found)
     same_weights(model, expected)
     harmless = Harmless()
     expected, model, watch, trainer = short(host, "2bw", data, harmless)

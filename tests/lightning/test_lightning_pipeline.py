@@ -419,6 +419,10 @@ def test_hooks_of_a_pipeline_that_never_drains(two: Records) -> None:
         assert "ReadsState changes the optimizer's state (momentum_buffer)" in found["ReadsState"]
         assert "calls torch.distributed.all_reduce at asynchronous_cases.py" in found["Meets"]
         assert "use Trainer(gradient_clip_val=...)" in found["Clips"]
+        # Each rank made the change at a step of its own, and nothing compared them.
+        assert "on_before_optimizer_step of Slows changes 'lr' of the optimizer's groups" in found["Slows"]
+        assert "in on_train_batch_start" in found["Slows"]
+        assert "changes 'lr' of the optimizer's groups" in found["SlowsBehind"]
 
 
 def test_lightning_starts_the_processes(two: Records, tmp_path: Path) -> None:
