@@ -718,6 +718,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             except ValueError as error:
                 raise self._lightning.refusal(str(error)) from None
             self._spread.copies.cut_to_own(optimizer, given, flattened=self.wraps_optimizer)
+            # A run leaves its states on the CPU, and a script may give the next run the same optimizer.
+            self._lightning.module("strategies.strategy")._optimizers_to_device([optimizer], self.root_device)
         else:
             config.pop("zero_optimization", None)  # which needs an optimizer
         layers = self.pipeline.layers_of_user

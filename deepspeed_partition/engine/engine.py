@@ -809,6 +809,7 @@ class MadPipeEngine(ResumingEngine):
             measured = copy_of_micro_batch(micro_batch)  # a loss function may write into its labels
             self.data_iterator = self.batch_data.give_again([measured, micro_batch], self.data_iterator)
         self._reserve_pipe_buffers(1)
+        self.reset_activation_shape()  # it belongs to no batch before it
         type(self)._exec_load_micro_batch(self, 0)
         inputs, labels = self.pipe_buffers["inputs"][0], self.pipe_buffers["labels"][0]
         self.pipe_buffers["inputs"][0] = self.pipe_buffers["labels"][0] = None

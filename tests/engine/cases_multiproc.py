@@ -215,6 +215,7 @@ def shapes_without_dynamic_shape(_: Path) -> None:
     engine, _, _ = start(mlp(), "madpipe", planned(cut()))
     assert engine.dynamic_shape
     engine.dynamic_shape = False
+    engine.eval_batch(Counted([micro_batch(80, size=5)] * NUM_MICRO_BATCHES))  # before layers are measured
     losses, items = [], mine(engine, data)
     for step in range(3):
         losses.append(float(engine.train_batch(items)))

@@ -23,6 +23,7 @@ import torchmetrics
 from pytorch_lightning import callbacks as shipped
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.strategies import SingleDeviceStrategy
+from pytorch_lightning.strategies import strategy as lightning_strategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -345,10 +346,19 @@ class OptimizerFromOutside(cases.Classifier):
 
 def optimizer_from_outside(host: cases.Host) -> dict[str, Any]:
     pl.seed_everything(0, verbose=False)
-    module = OptimizerFromOutside()
-    rows = [fitted(host, module, max_epochs=1, strategy=CUT)["rows"] for _ in range(2)]
+    module, moved = OptimizerFromOutside(), []
+    to_device = lightning_strategy._optimizers_to_device
+
+    def noted(optimizers: Any, device: Any) -> None:
+        moved.append(str(device))
+        to_device(optimizers, device)
+
+    with unittest.mock.patch.object(lightning_strategy, "_optimizers_to_device", noted):
+        rows = [fitted(host, module, max_epochs=1, strategy=CUT)["rows"] for _ in range(2)]
     names = {id(weight): name for name, weight in module.named_parameters()}
-    return {"rows": rows, "names": [names[id(weight)] for weight in module.given.param_groups[0]["params"]]}
+    groups = [names[id(weight)] for weight in module.given.param_groups[0]["params"]]
+    # To a GPU where a fit begins, and back: where states stayed on the CPU, the second fit ended there.
+    return {"rows": rows, "names": groups, "moved": moved}
 
 
 class WithMetric(cases.TiedLanguageModel):

@@ -103,7 +103,10 @@ def trainer(strategy: dict[str, Any] | None = None, **more: Any) -> pl.Trainer:
     }  # fmt: skip
     if ALONE:
         return pl.Trainer(accelerator="cpu", devices=1, **{"max_epochs": 2, **quiet, **more})
-    spread = lightning_madpipe.MadPipeStrategy(num_micro_batches=4, **(strategy or {}))
+    backend = "gloo" if BACKEND == "gloo" else None
+    spread = lightning_madpipe.MadPipeStrategy(
+        num_micro_batches=4, process_group_backend=backend, **(strategy or {})
+    )
     device = "cpu" if BACKEND == "cpu" else "gpu"
     return pl.Trainer(
         strategy=spread, accelerator=device, devices=1, num_nodes=NUM_RANKS, **{"max_epochs": 2, **quiet, **more}
