@@ -6,6 +6,7 @@ numbers. The reference is the same function with a host of one process and no st
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -286,6 +287,8 @@ class Host:
             "use_distributed_sampler": False,
             "log_every_n_steps": 1,
         }
+        if self.pipelined and os.environ.get("BACKEND") == "nccl":  # of examples/benchmarks/on_a_gpu/launch.py
+            defaults |= {"accelerator": "gpu", "devices": 1, "num_nodes": self.num_processes}
         if self.pipelined:
             import lightning_madpipe
 
