@@ -8,6 +8,7 @@ import pty
 import select
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from unittest.mock import patch
@@ -19,6 +20,7 @@ pytest.importorskip("torch")
 import torch.distributed as dist
 
 from deepspeed_partition.engine.runtime import interruption
+from deepspeed_partition.engine.runtime import watch as watch_module
 from deepspeed_partition.engine.runtime.watch import Watch, place_in_words
 from tests.engine.test_scripts import PATH, launched
 
@@ -27,7 +29,7 @@ SCRIPT = Path(__file__).with_name("interrupted_multiproc.py")
 
 def rank_of(store: dist.Store, number: int) -> Watch:
     watch = Watch()
-    watch._store = store
+    watch._store, watch._rank = store, number
     return watch
 
 
@@ -60,6 +62,21 @@ def test_the_first_rank_that_is_interrupted_says_it_for_all():
             interruption._say(KeyboardInterrupt, error, error.__traceback__)
     [line] = said
     assert line.startswith("interrupted: all ranks end. Rank 1 was at test_interruption.py:")
+
+
+def test_the_store_stays_until_no_rank_asks_it():
+    """Torch warned a rank whose watch asked when rank 0 had ended, at times: "recvVector failed"."""
+    store = dist.HashStore()
+    first, second = rank_of(store, 0), rank_of(store, 1)
+    first._world_size = second._world_size = 2
+    with patch.object(watch_module, "MOMENT_SECONDS", 60):
+        waits = threading.Thread(target=first.end_with_others)
+        waits.start()
+        waits.join(0.2)
+        assert waits.is_alive()
+        second.end_with_others()
+        waits.join(30)
+    assert not waits.is_alive()
 
 
 def test_other_errors_are_told_as_before():

@@ -46,6 +46,7 @@ def _say(kind: type[BaseException], error: BaseException, trace: TracebackType |
     if watch.is_first_to_say("interrupted"):
         where = place_in_words(_innermost(trace))
         log_here(f"interrupted: all ranks end. Rank {dist.get_rank()} was {where}", logging.WARNING)
+    watch.end_with_others()
 
 
 def _innermost(trace: TracebackType | None) -> FrameType | None:

@@ -42,6 +42,8 @@ GRACE_SECONDS = 10.0
 itself."""
 LAST_PATIENCE_SECONDS = 20.0
 """The seconds that a process which ends waits for its thread, where the store does not answer."""
+MOMENT_SECONDS, GLANCE_SECONDS = 1.0, 0.02
+"""For how long, at the most, rank 0 waits for others that are interrupted with it, and how often it looks."""
 MOST_RANKS_ASKED = 256
 ENDED, AT_END = -1, -2
 """What stands for the generation in notices of a rank whose process has ended, and of one at the end of its
@@ -148,6 +150,7 @@ class Watch:
         self._is_at_end = self._has_said_who_left = False
         self._count = 0
         self._since = 0.0
+        self._rank, self._world_size = 0, 1
         self._store: Any = None
         self._lost_store = False
         self._thread: threading.Thread | None = None
@@ -204,6 +207,21 @@ class Watch:
         if self._thread is not None:
             self._thread.join(LAST_PATIENCE_SECONDS)
         self._thread = None
+
+    def end_with_others(self) -> None:
+        """End the thread; on rank 0, whose process may keep the job's store, when the others have ended theirs.
+
+        It waits for a moment at most. Torch warns a rank whose question comes when the store has ended.
+        """
+        self.stop()
+        if self._store is None:
+            return
+        until = time.monotonic() + MOMENT_SECONDS
+        with suppress(RuntimeError):  # the store has ended
+            num_ended = int(self._store.add("ended", 1))
+            while self._rank == 0 and num_ended < self._world_size and time.monotonic() < until:
+                time.sleep(GLANCE_SECONDS)
+                num_ended = int(self._store.add("ended", 0))
 
     @property
     def is_looking(self) -> bool:
