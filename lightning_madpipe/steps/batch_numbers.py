@@ -6,7 +6,8 @@ two sides, it is another one. A trial of one batch need not show that, so the st
 
 - A *bend* is a function such as ``abs`` of something that depends on the outputs, with a gradient.
 - A *question* is a comparison, a number that Python is given, or one without a gradient that has a threshold or
-  divides. It counts if the step goes on otherwise with another answer, which is tried.
+  divides; and a length that numbers of the batch decide (``len(y.unique())``). It counts if the step goes on
+  otherwise with another answer, which is tried.
 
 Either belongs to the batch if each micro-batch has it again: what is done for each sample is done as often for all
 micro-batches together as for the batch.
@@ -24,10 +25,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_madpipe.steps.deciding_layers import Origins
+from lightning_madpipe.steps.deciding_layers import METHODS, SIZES, Origins, dim_of
 from lightning_madpipe.steps.loss_signs import kind_of
 
 WATCHED = frozenset((
@@ -45,6 +47,8 @@ CHOICES = frozenset(("where", "masked_fill"))
 COMPARISONS = frozenset(("eq", "ge", "gt", "le", "lt", "ne"))
 NUMBER = "_local_scalar_dense"
 """What gives Python a number of a tensor."""
+LENGTH = "length"
+"""What gives Python a length that numbers of the batch decide."""
 OF_TORCH = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 NEAR = 1e-6
 FACTORS = (0.01, 30.0, 1000.0)
@@ -76,11 +80,20 @@ class BatchNumbers(TorchDispatchMode):
         super().__init__()
         self._of_batch, self._of_outputs = Origins([*data, *outputs]), Origins(outputs)
         self._answers = answers or {}
+        self._lengths = _Lengths(self._of_batch, self._length)
         self.bends: dict[Use, list[int]] = defaultdict(list)
         """How many numbers each was given."""
         self.values: dict[Use, list[float]] = defaultdict(list)
         """Where a single number lies, before the threshold or behind it."""
         self.questions: dict[Use, list[int]] = defaultdict(list)
+
+    def __enter__(self) -> Any:
+        self._lengths.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._lengths.__exit__(*raised)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -114,6 +127,12 @@ class BatchNumbers(TorchDispatchMode):
             return 0
         return int(args[0].numel())
 
+    def _length(self, line: str, size: int) -> int:
+        """The answer to a question for a length."""
+        use = Use(LENGTH, line)
+        self.questions[use].append(1)
+        return self._answers[use](size) if use in self._answers and size else size
+
     def _note_bend(self, use: Use, args: Any, kwargs: Any, result: Any) -> None:
         is_of_result = use.function in ("maximum", "minimum", "where", "masked_fill")
         numel = (result if is_of_result else args[0]).numel()
@@ -123,6 +142,33 @@ class BatchNumbers(TorchDispatchMode):
             if use.function in ("maximum", "minimum"):
                 value = value - args[1].detach()
             self.values[use].append(float(value))
+
+
+class _Lengths(TorchFunctionMode):
+    """Meets where the step asks for a length that numbers decide.
+
+    Args:
+        origins: Knows these lengths.
+        answer: Gives the answer to a line that asks for a length, which is given, too.
+    """
+
+    def __init__(self, origins: Origins, answer: Callable[[str, int], int]) -> None:
+        super().__init__()
+        self._origins, self._answer = origins, answer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in SIZES or not self._origins.depends(args[0], dim_of(func, args, kwargs or {})):
+            return result
+        line = _line_that_asks()
+        if not line:
+            return result
+        if not isinstance(result, torch.Size):
+            return self._answer(line, result)
+        dims = enumerate(result)
+        return torch.Size(
+            self._answer(line, size) if self._origins.depends(args[0], dim) else size for dim, size in dims
+        )
 
 
 def _protects(name: str, args: Any) -> bool:
@@ -159,6 +205,15 @@ def _line() -> str:
     while frame is not None and frame.f_code.co_filename.startswith(OF_TORCH):
         frame = frame.f_back
     return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def _line_that_asks() -> str:
+    """The line of the user's code that runs now; nothing where it is one of torch's own."""
+    frame: Any = sys._getframe(2)
+    while frame.f_code.co_filename.startswith((OF_TORCH[1], *METHODS)):
+        frame = frame.f_back
+    place = frame.f_code.co_filename
+    return "" if place.startswith(OF_TORCH[0]) else f"{Path(place).name}:{frame.f_lineno}"
 
 
 class Watch:
@@ -234,7 +289,7 @@ def other_answers(use: Use) -> Iterator[Callable[[Any], Any]]:
     if use.function in COMPARISONS:
         yield torch.logical_not
         return
-    if use.function != NUMBER:
+    if use.function not in (NUMBER, LENGTH):
         yield lambda numbers: numbers * FACTORS[1] + 1  # also of those that are 0 behind their threshold
         return
     for place in range(len(FACTORS)):

@@ -163,7 +163,7 @@ class _Questions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (func in ASKING and any(map(self._origins.has, tree_leaves((args, kwargs))))) or (
-            func in SIZES and self._origins.depends(args[0], _dim_of(func, args, kwargs or {}))
+            func in SIZES and self._origins.depends(args[0], dim_of(func, args, kwargs or {}))
         ):
             line = _line_that_asks()
             if line is not None and line not in self.lines:
@@ -171,7 +171,7 @@ class _Questions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _dim_of(func: Any, args: Any, kwargs: Any) -> int | None:
+def dim_of(func: Any, args: Any, kwargs: Any) -> int | None:
     """The dimension whose size is asked for; None: all of them."""
     if func is Tensor.__len__:
         return 0

@@ -32,7 +32,7 @@ else has, the sentence says that steps before may have been wrong, and which one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,6 +49,7 @@ from deepspeed_partition.planner.weight_versions import FLUSH
 from lightning_madpipe.module import outside_pipeline
 from lightning_madpipe.steps.batch_runs import BatchRun
 from lightning_madpipe.steps.batches import not_by_samples
+from lightning_madpipe.steps.list_in_words import some
 from lightning_madpipe.steps.logged_sizes import LoggedSizes
 from lightning_madpipe.steps.loss_signs import STEPS_BEFORE_AN_EPOCH, Attributes
 from lightning_madpipe.steps.losses import (
@@ -85,6 +86,11 @@ MOST_NAMED = 6
 MEET_AGAIN = (Unknown.MEETS_AGAIN, Unknown.NO_LOSS)
 DRAWS_BOTH = (
     "it draws from torch's generator for each sample and once for a batch, and micro-batches could not do both"
+)
+DECIDED_BY = (
+    "training_step leaves {names} as a number of its batch decides in {line}, and runs once per micro-batch, each "
+    "of which decides by its own: in batches where these are on two sides, what it leaves is not that of one "
+    "process. MadPipeStrategy(loss='batch') runs it once per batch"
 )
 FOR_MEMORY = ("OutOfMemoryError", "MemoryError", "out of memory")
 SAME = 1e-7
@@ -421,6 +427,9 @@ class LossOfBatches:
             self._told_traces.update(name for name, _ in finding.traces)
             if new:
                 announce(said(new, self._num_steps))
+            for line, names in _by_line(finding.left_by, self._told_traces).items():
+                self._tell(DECIDED_BY.format(line=line, names=some(names)))
+            self._told_traces.update(finding.left_by)
             self._note_rules(finding)
             self.logged_sizes.learn(finding.constant_sizes, finding.counted_sizes)
             for name, joined, whole in finding.wrong_results:
@@ -567,6 +576,15 @@ class LossOfBatches:
 
     def _from_every_pipeline(self, found: Finding | None) -> list[Finding]:
         return [finding for finding in gather_objects(found) if finding is not None]
+
+
+def _by_line(left_by: Mapping[str, str], told: Collection[str]) -> dict[str, list[str]]:
+    """The names of what steps leave, but for those that were told of, by the line that decides."""
+    found: dict[str, list[str]] = {}
+    for name, line in left_by.items():
+        if name not in told:
+            found.setdefault(line, []).append(name)
+    return found
 
 
 def _sizes(run: BatchRun) -> str:

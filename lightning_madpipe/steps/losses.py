@@ -93,6 +93,8 @@ class Finding:
     """Numbers that the step returns, other than for the whole batch: name, joined, whole."""
     traces: tuple[tuple[str, str], ...] = ()
     """What the step leaves on the module otherwise for micro-batches than for a batch: its name, and in words."""
+    left_by: Mapping[str, str] = field(default_factory=dict)
+    """What the step leaves by a decision about numbers of the whole batch, with the line that decides."""
     means: tuple[str, ...] = ()
     """Metrics that the step tells a mean over the samples of each micro-batch; it is told once for the batch."""
     draws_for_batch: bool = False

@@ -475,7 +475,8 @@ def _is_same(seen: Seen, value: Any, visited: set[int]) -> bool:
         # What a capture has left, such as in a dictionary that a hook fills, has no data to be compared, nor has
         # what stands for a tensor of another rank.
         is_known = known is not None and not isinstance(value, FakeTensor | StandIn)
-        return seen.version == _version(value) and (not is_known or torch.equal(value, known))
+        # One that was put back has another version, and what it had.
+        return torch.equal(value, known) if is_known else seen.version == _version(value)
     if known is None:
         is_array = isinstance(value, numpy.ndarray)
         return seen.mark is None or seen.mark == _mark(value, is_array)

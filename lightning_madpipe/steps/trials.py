@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,7 +22,7 @@ from deepspeed_partition.profiling import LiveBytes
 from deepspeed_partition.profiling.failed_backward import forget_failed_backward
 from lightning_madpipe.compat.elsewhere import ElsewhereError
 from lightning_madpipe.module import outside_pipeline
-from lightning_madpipe.steps.batch_numbers import NUMBER, BatchNumbers, Use, Watch, other_answers
+from lightning_madpipe.steps.batch_numbers import LENGTH, NUMBER, BatchNumbers, Use, Watch, other_answers
 from lightning_madpipe.steps.batch_runs import WAY_OUT, BatchRun, cut_inputs
 from lightning_madpipe.steps.logged_sizes import told_apart
 from lightning_madpipe.steps.losses import (
@@ -52,10 +52,10 @@ from lightning_madpipe.steps.step_results import (
 )
 from lightning_madpipe.steps.tensor_comparison import as_real
 from lightning_madpipe.steps.user_step import NoLossError, UserSteps
-from lightning_madpipe.steps.what_steps_leave import StepTraces, differences
+from lightning_madpipe.steps.what_steps_leave import StepTraces, Trace, differences, has_twins, unlike
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-MOST_QUESTIONS = 4
+MOST_QUESTIONS = 16
 """Questions of a batch that are answered otherwise, each of which runs the step again."""
 COMPARES = "it compares samples, or is weighted by more than one thing"
 UNEXPLAINED = "its micro-batches are weighted neither by their samples nor by anything else that was tried"
@@ -183,9 +183,15 @@ def _compared(
         return found
     fitting, trained = found
     left_as_trained = traces.taken()
+    differing = differences(traces, left_by_whole, left_by_pieces, left_as_trained)
     bends, may_not = numbers.bends_of_batch(whole.operations)
+    left_by: dict[str, str] = {}
     if may_not is None:
-        may_not = _decides(steps, run, joined, is_tuple, tolerance, whole, numbers)
+        told = {name for name, _ in differing}
+        left = _Left(traces, {name: trace for name, trace in left_by_whole.items() if name not in told})
+        left.forget(told)
+        may_not = _decides(steps, run, joined, is_tuple, tolerance, whole, numbers, left)
+        left_by = left.by_lines
     best = best_of(fitting)
     assert best is not None
     shares = normalized(weights[best], best)
@@ -194,7 +200,6 @@ def _compared(
     run.whole.log_calls = whole.log_calls
     cuts = [alike, trained] if trained else [alike]
     logs = _logs(run, cuts, tolerance)
-    differing = differences(traces, left_by_whole, left_by_pieces, left_as_trained)
     steps.note_left(traces.changes, [name for name, _ in differing])
     result_rules, wrong_results = _results(whole.returned, cuts, tolerance)
     logs["log_rules"].update(result_rules)
@@ -209,6 +214,7 @@ def _compared(
         draws_for_samples=draws.are_for_samples,
         means=tuple(traces.means_over(left_by_whole)),
         traces=tuple(differing),
+        left_by=left_by,
         **logs,
         wrong_results=wrong_results,
     )
@@ -323,35 +329,86 @@ def _decides(
     tolerance: float,
     whole: Tried,
     numbers: Watch,
+    left: _Left,
 ) -> str | None:
-    """The question of a batch by whose answer the step goes on otherwise, in words; None if there is none."""
-    questions = numbers.questions_of_batch()[:MOST_QUESTIONS]
+    """The question of a batch by whose answer the step goes on otherwise, in words; None if there is none.
 
-    def answered(answers: Mapping[Use, Callable[[Any], Any]]) -> Tried | None:
+    Of an answer by which it only leaves something else on the module ``left`` is told.
+    """
+    questions = numbers.questions_of_batch()[:MOST_QUESTIONS]
+    left.is_looked_at = not steps.looked_at_left.issuperset(questions)
+    steps.looked_at_left.update(questions)
+
+    def answered(
+        answers: Mapping[Use, Callable[[Any], Any]],
+    ) -> tuple[Tried | None, dict[str, Trace | None]]:
         watch = functools.partial(BatchNumbers, answers=answers)
         try:
-            return steps.try_once(dataclasses.replace(run.whole), joined, is_tuple, watch, is_known=True)
+            tried = steps.try_once(dataclasses.replace(run.whole), joined, is_tuple, watch, is_known=True)
         except OUT_OF_MEMORY:
             raise
         except Exception:  # it does not go on with that answer
             forget_failed_backward()
-            return None
+            left.taken()
+            return None, {}
+        return tried, left.taken()
+
+    def is_same(tried: Tried | None) -> bool:
+        return tried is not None and _is_same(whole, tried, tolerance)
 
     # Most numbers are only logged, which one run for all of them shows.
     together = [answered(dict(answers)) for answers in _together(questions)]
-    if all(tried is not None and _is_same(whole, tried, tolerance) for tried in together):
+    if all(is_same(tried) and not others for tried, others in together):
         return None
-    again = answered({})
-    if again is None or not _is_same(whole, again, tolerance):  # it does not go on alike twice
+    again, others = answered({})
+    if not is_same(again):  # it does not go on alike twice
         return None
+    left.forget(others)
     for use in questions:
-        found = [tried for answer in other_answers(use) if (tried := answered({use: answer})) is not None]
-        differs = [not _is_same(whole, tried, tolerance) for tried in found]
+        found = [each for answer in other_answers(use) if (each := answered({use: answer}))[0] is not None]
+        runs = [tried for tried, _ in found if tried is not None]
+        differs = [not is_same(tried) for tried in runs]
         # A number that a loss is divided by makes another one of each.
-        is_alike = use.function != NUMBER or not all(differs) or _has_twins(found, tolerance)
-        if any(differs) and is_alike:
+        is_number = use.function in (NUMBER, LENGTH)
+        if any(differs) and (not is_number or not all(differs) or _has_twins(runs, tolerance)):
             return f"it decides by a number of the whole batch in {use.line}"
+        left.note(use.line, found, is_number=is_number)
     return None
+
+
+class _Left:
+    """What the step leaves on its module in runs that answer questions of the batch otherwise.
+
+    Args:
+        traces: Takes what a run has left.
+        whole: What it leaves for the batch, but for what is known to differ by micro-batches.
+    """
+
+    def __init__(self, traces: StepTraces, whole: Mapping[str, Trace]) -> None:
+        self._traces, self._whole = traces, dict(whole)
+        self._not_alike: set[str] = set()
+        self.is_looked_at = True
+        self.by_lines: dict[str, str] = {}
+        """The line that decides what is left, by the name of that."""
+
+    def taken(self) -> dict[str, Trace | None]:
+        """What the last run has left otherwise than the batch, or not at all; it is undone."""
+        return unlike(self._whole, self._traces.taken_apart()) if self.is_looked_at else {}
+
+    def forget(self, names: Collection[str]) -> None:
+        """Say nothing of what is not alike in two runs with the same answers."""
+        self._not_alike.update(names)
+
+    def note(self, line: str, found: Sequence[tuple[Any, Mapping[str, Trace | None]]], *, is_number: bool) -> None:
+        """Note what a line decides by other answers to its question, given what runs with these have left.
+
+        Args:
+            is_number: The answers are numbers. Where each of them leaves another one, it decides nothing.
+        """
+        for name in {name for _, left in found for name in left} - self._not_alike - self.by_lines.keys():
+            others = [left[name] for _, left in found if name in left]
+            if not is_number or len(others) < len(found) or has_twins(others):
+                self.by_lines[name] = line
 
 
 def _together(questions: Sequence[Use]) -> Iterator[list[tuple[Use, Callable[[Any], Any]]]]:

@@ -23,6 +23,7 @@ from lightning_madpipe.finding.batch_states import FROM_THE_FIRST, state_of_othe
 from lightning_madpipe.finding.captured_call import CapturedCall
 from lightning_madpipe.module import pipeline_of
 from lightning_madpipe.steps import left_alike
+from lightning_madpipe.steps.batch_numbers import Use
 from lightning_madpipe.steps.batch_runs import (
     BatchRun,
     Dims,
@@ -173,6 +174,8 @@ class UserSteps:
         self._alike: set[Place] = set()
         """What training steps have changed in trials as their micro-batches have: numbers, texts, small tensors
         and containers of these."""
+        self.looked_at_left: set[Use] = set()
+        """Questions of batches of which trials have looked at what is left by other answers."""
         self._left_first: dict[Place, Any] = {}
         """What the first micro-batch of this batch has left there."""
         self._times_changed = 0

@@ -6,6 +6,7 @@ its micro-batches leave the same, as predictions do that a hook joins, nothing i
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 from array import array
@@ -65,10 +66,17 @@ class StepTraces:
 
     def taken(self) -> dict[str, Trace]:
         """The traces since the beginning, which are then undone."""
-        found = {}
         changes = self._before.changes()
         self._steps.untried("training_step", changes)
         self.changes += changes
+        return self._traces_of(changes)
+
+    def taken_apart(self) -> dict[str, Trace]:
+        """The traces of a run that shows nothing of what batches leave, which are then undone."""
+        return self._traces_of(self._before.changes())
+
+    def _traces_of(self, changes: Sequence[Any]) -> dict[str, Trace]:
+        found = {}
         for change in changes:
             if change.place.owner not in self._metrics and change.kind != "delete":
                 gained = len(change.value) if change.kind in ("extend", "continues") else None
@@ -182,6 +190,24 @@ def _by_one(name: str, whole: Trace | None, pieces: Trace | None) -> str:
     if own is not None and theirs is not None:
         return f"{name} gets {theirs} entries instead of {own}"
     return f"{name} is changed " + ("by the batch alone" if pieces is None else "by micro-batches alone")
+
+
+def unlike(whole: Mapping[str, Trace], other: Mapping[str, Trace]) -> dict[str, Trace | None]:
+    """What another run of the step leaves otherwise than for the batch, by name; None of what it leaves not."""
+    return {
+        name: other.get(name)
+        for name in {**whole, **other}
+        if name not in whole or name not in other or not _are_same(whole[name], other[name])
+        or whole[name].num_entries != other[name].num_entries
+    }  # fmt: skip
+
+
+def has_twins(traces: Sequence[Trace | None]) -> bool:
+    """Whether two of them are the same."""
+    return any(
+        one is other or (one is not None and other is not None and _are_same(one, other))
+        for one, other in itertools.combinations(traces, 2)
+    )
 
 
 def _are_same(whole: Trace, pieces: Trace) -> bool:

@@ -516,6 +516,20 @@ class MarksInTensors(Layers):
         return F.cross_entropy(self(x), y)
 
 
+class Alarmed(Layers):
+    """Notes batches of high first features: in step 7 the first micro-batch has some, and the batch has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alarm = -1
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        if x[:, 0].mean() > 2.5:
+            self.alarm = batch_idx
+        return F.cross_entropy(self(x), y)
+
+
 class NamedLate(Layers):
     """Logs an extreme that no batch had logged before, and returns another one."""
 
@@ -975,6 +989,14 @@ def marked(num: int) -> TensorDataset:
     return TensorDataset(torch.cat([(x[:, 0].abs() * sign)[:, None], x[:, 1:]], 1), y)
 
 
+def with_a_high_start(num: int) -> TensorDataset:
+    """The first features of the first four samples of the seventh batch of 16 are high."""
+    x, y = labelled(num).tensors
+    x = x.clone()
+    x[96:100, 0] = 3.0
+    return TensorDataset(x, y)
+
+
 def with_signs(num: int) -> TensorDataset:
     """Batches of 16 whose first feature is positive, negative, and of both signs in the seventh."""
     x, y = labelled(num).tensors
@@ -1165,6 +1187,7 @@ def turned(host: Host) -> dict[str, Any]:
         "collecting": fitted(host, Collecting, labelled(32), max_epochs=1)["found"],
         "keeping in step 3": fitted(host, KeepsInThird, labelled(64), max_epochs=1)["found"],
         "counting marked": fitted(host, CountsMarked, marked(128), max_epochs=1)["found"],
+        "alarmed": fitted(host, Alarmed, with_a_high_start(128), max_epochs=1)["found"],
         "marking tensors": fitted(host, MarksInTensors, marked(128), max_epochs=1)["found"],
         "denoising": fitted(host, Denoising, labelled(32), max_epochs=1)["found"],
         "drawn for a batch": drawn_from_common(host, both=False),

@@ -44,9 +44,10 @@ def micro_batches(batch: Any, *, uneven: bool) -> list[MicroBatch]:
     ]
 
 
-def finding_of(loss: Loss, outputs: Tensor | None = None, labels: Sequence[int] | None = None) -> Finding:
+def finding_of(loss: Loss | Module, outputs: Tensor | None = None, labels: Sequence[int] | None = None) -> Finding:
     """What a trial of one batch finds, of 12 samples in four micro-batches, whose outputs are those given."""
-    module, generator = Module(loss), torch.Generator().manual_seed(0)
+    module = loss if isinstance(loss, Module) else Module(loss)
+    generator = torch.Generator().manual_seed(0)
     if outputs is None:
         outputs = torch.randn(NUM_SAMPLES, NUM_CLASSES, generator=generator)
     y = torch.arange(NUM_SAMPLES) * 7 % NUM_CLASSES if labels is None else torch.tensor(labels)
@@ -110,6 +111,13 @@ def one_by_one(o: Tensor, y: Tensor) -> Tensor:
     return torch.stack(losses).mean()
 
 
+def of_counted_rows(o: Tensor, y: Tensor) -> Tensor:
+    rows = (y != 0).nonzero().flatten()
+    if len(rows) == 0:
+        return o.sum() * 0
+    return F.cross_entropy(o[rows], y[rows], reduction="sum") / len(rows)
+
+
 def ctc(o: Tensor, y: Tensor) -> Tensor:
     length = torch.full((len(o),), 4)
     rows = o[None].repeat(4, 1, 1).log_softmax(-1)
@@ -150,6 +158,7 @@ MEANS: dict[str, Loss] = {
     "guarded otherwise": lambda o, y: F.cross_entropy(o, y) if torch.isfinite(o.mean(0)).all() else o.sum() * 0,
     "logged": logged,
     "one by one": one_by_one,
+    "of counted rows": of_counted_rows,
     "divided by a number": lambda o, y: (
         F.cross_entropy(o, y, ignore_index=0, reduction="sum") / max(1, int((y != 0).sum()))
     ),
@@ -198,6 +207,20 @@ def scaled_if_high(o: Tensor, y: Tensor) -> Tensor:
     return loss if loss.item() < 20 else loss * 0.5
 
 
+def scaled_by_classes(o: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(o, y) * (2 if len(y.unique()) > 6 else 1)
+
+
+def scaled_by_rows(o: Tensor, y: Tensor) -> Tensor:
+    rows = o[y == 3]
+    return F.cross_entropy(o, y) * (2 if rows.shape[0] > 6 else 1)
+
+
+def scaled_by_the_last_of_several(o: Tensor, y: Tensor) -> Tensor:
+    seen = [(y == label).sum().item() for label in range(5)]
+    return F.cross_entropy(o, y) * (2 if seen and (y == 3).nonzero().numel() > 6 else 1)
+
+
 def of_easy_ones(o: Tensor, y: Tensor) -> Tensor:
     each = F.cross_entropy(o, y, reduction="none")
     mask = (each < 20).float()
@@ -222,6 +245,9 @@ BENT: dict[str, Loss] = {
     "common": scaled_if_common,
     "counted": scaled_if_counted,
     "high": scaled_if_high,
+    "classes": scaled_by_classes,
+    "rows": scaled_by_rows,
+    "the last of several": scaled_by_the_last_of_several,
     "multiplied": lambda o, y: F.cross_entropy(o, y) * (1 + (o.mean() > 9).float()),
     "filled": lambda o, y: F.cross_entropy(o, y).masked_fill(o.max() > 99, 0.0),
     "of easy ones": of_easy_ones,
@@ -240,6 +266,50 @@ def test_a_loss_that_may_be_no_mean_of_another_batch_is_told(name: str) -> None:
     found = finding_of(BENT[name])
     assert found.fitting and found.why_not is None
     assert found.may_not is not None and "test_batch_numbers.py:" in found.may_not
+
+
+class Leaving(Module):
+    """Leaves something where its batch says so, and nothing in the batch that is tried."""
+
+    def __init__(self, leave: Callable[[Leaving, Tensor, Tensor], object]) -> None:
+        super().__init__(self.loss_of)
+        self.leave = leave
+        self.alarm, self.last, self.kept, self.seen = -1, 0.0, [0.5], torch.zeros(1000)
+
+    def loss_of(self, o: Tensor, y: Tensor) -> Tensor:
+        self.leave(self, o, y)
+        return F.cross_entropy(o, y)
+
+    def note(self, name: str, is_wanted: object) -> None:
+        if is_wanted:
+            setattr(self, name, 3)
+
+
+LEAVES: dict[str, Callable[[Leaving, Tensor, Tensor], object]] = {
+    "alarm": lambda self, o, y: self.note("alarm", F.cross_entropy(o, y).item() > 9),
+    "kept": lambda self, o, y: F.cross_entropy(o, y) > 9 and self.kept.append(3.0),
+    "seen": lambda self, o, y: (y == 3).sum().item() > 6 and self.seen[3].fill_(1.0),
+    "last": lambda self, o, y: self.note("last", len(y.unique()) > 6),
+}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_what_a_number_of_the_batch_decides_to_leave_is_told(name: str) -> None:
+    """Where only the first micro-batch, or a list, or a large tensor had it, nothing was said."""
+    found = finding_of(Leaving(LEAVES[name]))
+    assert found.fitting and found.may_not is None and not found.traces
+    assert list(found.left_by) == [f"self.{name}"] and "test_batch_numbers.py:" in found.left_by[f"self.{name}"]
+
+
+def keep_numbers(self: Leaving, o: Tensor, y: Tensor) -> None:
+    self.kept.append(F.cross_entropy(o, y).item())
+    self.last += (o.argmax(1) == y).sum().item()
+    if torch.isfinite(o).all():
+        self.alarm = 3
+
+
+def test_numbers_of_the_batch_that_are_kept_decide_nothing() -> None:
+    assert finding_of(Leaving(keep_numbers)).left_by == {}
 
 
 def test_a_trial_takes_the_micro_batches_that_are_trained() -> None:

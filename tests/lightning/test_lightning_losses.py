@@ -221,6 +221,15 @@ def test_tensors_that_a_trial_shows_alike_are_told_where_they_differ(two: Record
     assert not two.of("turned")["marking tensors"]["once"]
 
 
+def test_what_a_decision_leaves_is_told(two: Records) -> None:
+    """In step 7 the first micro-batch alone set an attribute, which one process did not, in silence."""
+    said = two.of("turned")["alarmed"]["said"]
+    [told] = [
+        each for each in said if "training_step leaves self.alarm as a number of its batch decides in" in each
+    ]
+    assert "loss_cases.py:" in told and "loss='batch'" in told and not two.of("turned")["alarmed"]["once"]
+
+
 def test_what_one_of_both_changes_is_told() -> None:
     """The lowest loss was that of a micro-batch, in silence, where the batch had none that low."""
     one = {"": torch.ones(1)}
