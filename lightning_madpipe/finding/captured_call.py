@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchmetrics import Metric
 
 from deepspeed_partition.capture import CaptureError, capture
 from deepspeed_partition.capture.coarse import deciding, undivided
@@ -26,6 +27,7 @@ from deepspeed_partition.capture.structure import build, flatten, written_names_
 from deepspeed_partition.capture.tail import Tail, cut_tail
 from deepspeed_partition.engine.captured_model import layers_of_captured
 from deepspeed_partition.engine.pipeline.shared_weights import TiedModule
+from deepspeed_partition.profiling.attributes import attributes_kept
 from lightning_madpipe.finding.batch_states import FROM_THE_FIRST
 
 NO_CACHE = "a pipeline has no cache of keys and values"
@@ -106,7 +108,7 @@ class CapturedCall:
 
     def _be_first(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         model = self.model
-        with without_caches(model) as kinds:
+        with without_caches(model) as kinds, _metrics_kept(model):
             captured = capture(model, args, kwargs)
         self.notes = [*captured.notes, *notes_on_caches(kinds)]
         """What a user should be told once."""
@@ -141,6 +143,10 @@ class CapturedCall:
     def let_run(self, call: CapturedCall) -> None:
         """Let the layers run a call of theirs."""
         self.now, self._recipe.running = call, call._other
+
+    def is_opened(self, part: nn.Module) -> bool:
+        """Whether the layers have what a module does without running its code, which is written down."""
+        return any(each is part for each in self._opened)
 
     def undivided(self) -> tuple[str, CaptureError] | None:
         """The module that most of the work is in and that stays whole, and why."""
@@ -189,7 +195,8 @@ class CapturedCall:
 
     @contextmanager
     def _in_reach(self) -> Iterator[None]:
-        with self._reach(), without_caches(self.root), _in_form(self.root, self._forms):
+        root = self.root
+        with self._reach(), _metrics_kept(root), without_caches(root), _in_form(root, self._forms):
             yield
 
     def holds_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -304,7 +311,8 @@ class CapturedCall:
 
 def verb(called: str, singular: str) -> str:
     """A verb behind ``called``, of which some are several."""
-    return singular.removesuffix("s") if called.startswith("the modules of ") else singular
+    plural = "are" if singular == "is" else singular.removesuffix("s")
+    return plural if called.startswith("the modules of ") else singular
 
 
 def kind_of_sizes(tensors: Iterable[Tensor]) -> Hashable:
@@ -351,6 +359,11 @@ def _module_of(layer: Any) -> nn.Module:
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
     yield from model.parameters()
     yield from model.buffers()
+
+
+def _metrics_kept(model: nn.Module) -> AbstractContextManager[None]:
+    """Put back what metrics count meanwhile. Of other modules a flag may tell of hooks that are hung and stay."""
+    return attributes_kept(part for part in model.modules() if isinstance(part, Metric))
 
 
 @contextmanager

@@ -36,6 +36,7 @@ class CapturedCheck(LayerCheck):
         self._target = call.target(module)
         assert call.captured is not None
         self._call = call.captured.now
+        self._called = self._call.called
         self._mode = self._call.root.training
         self._with_gradients = self._mode and torch.is_grad_enabled()
 

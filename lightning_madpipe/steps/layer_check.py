@@ -35,13 +35,14 @@ from deepspeed_partition.layer_calls import needs_unpacking, unpacking
 from deepspeed_partition.profiling.failed_backward import forget_failed_backward
 from deepspeed_partition.profiling.isolation import stand_ins
 from lightning_madpipe.finding.batch_states import state_of_other_size
+from lightning_madpipe.finding.captured_call import verb
 from lightning_madpipe.module import PipelineCall, TiedModule
 from lightning_madpipe.steps.batches import tensors_of
 from lightning_madpipe.steps.extreme_numbers import ExtremeNumbers
 from lightning_madpipe.steps.forward_reads import Read, noted_reads
 from lightning_madpipe.steps.hooks_that_collect import collected_by_hooks
 from lightning_madpipe.steps.list_in_words import ListInWords, advice_for, module_of, some, times
-from lightning_madpipe.steps.metrics import metrics_of
+from lightning_madpipe.steps.metrics import metrics_of, named_with_class
 from lightning_madpipe.steps.module_state import (
     buffer_values,
     buffers_restored,
@@ -113,6 +114,7 @@ class LayerCheck:
     """
 
     _list_in_words = "pipeline_layers()"
+    _called = "forward()"
 
     def __init__(
         self,
@@ -150,6 +152,10 @@ class LayerCheck:
         self._left: dict[Left, None] = {}
         self._put_back: Callable[[], None] = lambda: None
         """Gives the module and the layers the attributes that they had before ``forward`` ran."""
+        self._besides: dict[Place | str, str] = {}
+        """What ``forward`` does besides, in words: by the place that it sets, or by what it calls."""
+        self._set_now: Callable[[], list[Place]] = list
+        """The places of the module that are not what they were before ``forward`` ran."""
         self._unclear: str | None = None
         """What may end gradients, in words; the comparison of all gradients has to show whether it does."""
 
@@ -283,6 +289,7 @@ class LayerCheck:
             except OUT_OF_MEMORY:
                 raise
             except Exception as error:
+                self._note_besides()
                 state = state_of_other_size(self._module, self._arguments)
                 if state is not None:
                     raise LayersDifferError(f"forward() of {self._name} raises {error}: {state}") from error
@@ -300,6 +307,7 @@ class LayerCheck:
                 drew = self._compare_whole(inputs, outputs, buffers, restore, after)
                 if drew:
                     self._compare_without_chance(buffers)
+            self._note_besides()
 
     def _run_forward(self, inputs: Sequence[Tensor], watched: WatchedForward, stack: ExitStack) -> Any:
         before, within = self._traces(), Leftovers(nn.ModuleList(self._existing), vars(nn.Module()), undoable=True)
@@ -310,9 +318,13 @@ class LayerCheck:
 
         self._put_back = put_back
         stack.callback(put_back)
-        told: list[str] = []
+        self._set_now = lambda: [change.place for change in before.changes()]
+        besides: dict[Place | str, str] = {}
         silent = {
-            name: lambda *_, _name=name, **__: told.append(f"calls self.{_name}()") for name in ("log", "log_dict")
+            name: lambda *_, _name=name, **__: besides.setdefault(
+                _name, f"{verb(self._called, 'calls')} self.{_name}()"
+            )
+            for name in ("log", "log_dict")
         }
         for name, stand_in in silent.items():
             object.__setattr__(self._module, name, stand_in)
@@ -349,13 +361,21 @@ class LayerCheck:
             if carried:
                 self._notes.append(CARRIED.format(name=self._name, places=some(carried)))
             said_already = collected.union(carried)
-            told += [f"sets {place}" for place in map(str, changed) if place not in said_already]
-            if told:
-                kinds = list(dict.fromkeys(told))
-                self._notes.append(
-                    f"forward() of {self._name} also {some(kinds)}, and is not run in a pipeline, which runs the "
-                    "layers alone: do that in the steps"
-                )
+            for place in changed:
+                if str(place) not in said_already:
+                    metric = counting.get(place.owner)
+                    what = str(place) if metric is None else named_with_class(place.owner, metric)
+                    besides[place] = f"{verb(self._called, 'sets' if metric is None else 'updates')} {what}"
+            self._besides = besides
+
+    def _note_besides(self) -> None:
+        """Note what ``forward`` does besides, and no layer does where it runs in the list."""
+        told = list(dict.fromkeys(self._besides.values()))
+        if told:
+            self._notes.append(
+                f"{self._called} of {self._name} also {some(told)}, and {verb(self._called, 'is')} not run in a "
+                "pipeline, which runs the layers alone: do that in the steps"
+            )
 
     def _changed_by_forward(self, before: Leftovers) -> list[Place]:
         """What of the module ``forward`` has changed."""
@@ -598,6 +618,8 @@ class LayerCheck:
                 f"runs, and the list does not ({type(error).__name__}: {error})",
                 "name what forward() runs, in order",
             ) from error
+        for place in self._set_now():
+            self._besides.pop(place, None)
         ours = Passed.of(sequence)
         other_numbers = after != _random_numbers()
         gap = first_gap_in_words(ours.values, theirs.values)

@@ -166,6 +166,8 @@ class LayerWrites:
         kept: dict[str, list[str]] = {}
         for place in is_said:
             layer = self._shown_writer(writers, place)
+            if place not in read_here and self._is_left_out(writers.get(place)):
+                continue
             if not reading[place] and place in writers and self._is_own(place, writers[place]):
                 kept.setdefault(layer, []).append(place.name)  # such as a metric, with all of its counts
                 continue
@@ -244,6 +246,11 @@ class LayerWrites:
 
     def _shown_writer(self, writers: Mapping[Place, nn.Module], place: Place) -> str:
         return self.shown(writers[place]) if place in writers else "a layer"
+
+    def _is_left_out(self, writer: nn.Module | None) -> bool:
+        """Whether layers do not run the code that writes, which is said where they are compared with forward."""
+        captured = self._call.captured
+        return captured is not None and writer is not None and captured.is_opened(writer)
 
     def _is_own(self, place: Place, part: nn.Module) -> bool:
         """Whether a place is a part's own attribute or buffer."""

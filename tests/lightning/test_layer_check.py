@@ -368,7 +368,7 @@ SAID = {
     "a seed": "draws from torch before ",
     "an own generator that nobody needs": "draws from torch (rand) at ",
     "traces": "calls self.log(), sets self.",
-    "a metric that counts": "sets self.mean.",
+    "a metric that counts": "also updates self.mean (MeanMetric), and is not run in a pipeline",
 }
 """What is said although nothing differs."""
 
@@ -501,6 +501,35 @@ def test_a_forward_that_cannot_run_is_said_and_not_refused() -> None:
 
     found = compare(module_of(forward, names("a b c")))
     assert found.difference is None and "raises RuntimeError here: not here" in found.notes[0]
+
+
+def test_what_a_layer_sets_outside_of_itself_is_not_said_of_forward() -> None:
+    """It was said that a pipeline does not run what sets it, and in another line which layer does."""
+
+    class Counting(nn.Module):
+        def __init__(self, owner: Any) -> None:
+            super().__init__()
+            self.owner = [owner]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.owner[0].counts += 1
+            self.owner[0].mean(x.detach().mean())
+            return x
+
+    class Case(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counting, self.num_calls = Counting(self), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.num_calls += 1
+            return self.c(self.counting(self.a(x)))
+
+        def pipeline_layers(self) -> list[Any]:
+            return [self.a, self.counting, self.c]
+
+    [note] = compare(Case()).notes
+    assert note.startswith("forward() of Case also sets self.num_calls, and is not run in a pipeline")
 
 
 def test_what_forward_reads_and_what_layers_set_is_found() -> None:

@@ -252,6 +252,15 @@ def test_a_metric_that_layers_call_is_told_in_one_line(two: Records) -> None:
     assert line.startswith("madpipe: self.mean (MeanMetric) keeps ")
 
 
+def test_a_metric_that_no_layer_runs_is_told_in_one_line_that_says_so(two: Records) -> None:
+    """A second line said that the rank that runs it has its counts, which none has, and a capture left its own."""
+    line, error = two.ranks[0]["said_of_layers"]["a metric in a forward that is written down"]
+    words = (
+        "self() of MetricInForward also sets self.num_calls, updates self.accuracy (MulticlassAccuracy), and is "
+    )
+    assert error == "not refused" and line.startswith(f"madpipe: {words}not run in a pipeline")
+
+
 def test_what_a_layer_keeps_of_its_input_is_told_where_a_hook_reads_it(two: Records) -> None:
     """The hook saw the last micro-batch alone, or nothing, which was not said, or failed in words of Python."""
     lines = [line for rank in two.ranks for line in rank["said_of_layers"]["own load that a hook reads"]]
