@@ -148,6 +148,39 @@ def parts_that_a_script_changes(_: Path) -> None:
         same(trained(engine, looped(), [0, 7, 8], [0, 1, 8]), expected)
 
 
+def _scaled(cell: Cell, factor: float) -> None:
+    run = cell.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return factor * run(x)
+
+    cell.forward = forward  # type: ignore[method-assign]
+
+
+def functions_that_a_script_puts_into_layers_on_each_rank(_: Path) -> None:
+    """A line said of each that other ranks have their own, where the script had given all the same."""
+    data = batches(2)
+
+    def trained(cut: Any, factor: float) -> tuple[list[float], list[str]]:
+        layers = cells(built=True)
+        engine, _, _ = start(layers, [0, 4, 8], optimizer=two_groups)
+        losses = train(engine, data[:1])
+        for layer in layers:
+            if isinstance(layer, Cell):
+                _scaled(layer, factor)
+        with said_here() as sentences:
+            engine.recut(cut)
+        losses += train(engine, data[1:])
+        return losses, [each for of_rank in gather_objects(sentences) for each in of_rank if "forward" in each]
+
+    expected, _ = trained([0, 4, 8], 0.5)
+    losses, said = trained([0, 1, 8], 0.5)
+    same(losses, expected)
+    assert said == []
+    _, said = trained([0, 1, 8], 0.5 + dist.get_rank())
+    assert len(said) == 1 and ".forward (function) has changed where its layer ran" in said[0], said
+
+
 def parts_that_a_script_changes_and_that_stay_are_refused(_: Path) -> None:
     def in_a_list(cell: Cell) -> None:
         cell.in_list = [nn.ReLU()]
@@ -281,6 +314,7 @@ def tensors_that_a_script_changes_in_place(_: Path) -> None:
 
 
 CASES = [
+    functions_that_a_script_puts_into_layers_on_each_rank,
     tensors_that_a_script_changes_in_place,
     lists_of_layers_without_parameters_are_told,
     parts_that_a_script_changes,

@@ -14,6 +14,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy
@@ -604,7 +605,7 @@ def _told(module: nn.Module, name: str, value: Any, before: Any) -> Any:
     """What has changed, with its name where not all of it goes to another process."""
     shown = _shown(module, name)
     if isinstance(value, Unsendable):
-        return Staying(shown, value.type_name)
+        return Staying(shown, value.type_name, _source_of(vars(module).get(name), module))
     if isinstance(value, ObjectState) and isinstance(before, ObjectState):
         return _since(value, before, shown)
     return value
@@ -622,15 +623,13 @@ def _since(value: ObjectState, before: ObjectState, shown: str) -> ObjectState:
 
 
 def say_what_stays(parts: Iterable[Mapping[str, Mapping[str, Any]]]) -> None:
-    """Name, once, what layers have changed while they ran and no other process can have.
+    """Name, once, of what objects not all goes that layers have changed, and what goes as a copy of a variable.
 
     Args:
         parts: Their attributes, of each by the path of the module and the name of the attribute.
     """
     for value in (value for part in parts for found in part.values() for value in found.values()):
-        if isinstance(value, Staying):
-            _say_that_it_stays(value.shown, value.type_name)
-        elif isinstance(value, ObjectState) and value.shown:
+        if isinstance(value, ObjectState) and value.shown:
             _say_that_it_stays(value.shown, value.kind)
         elif isinstance(value, CopyOfVariable):
             say_of_copy(value.shown, type(value.value).__name__, value.variable)
@@ -726,7 +725,10 @@ def take_attributes(built: nn.Module, there: PartInfo) -> None:
                 except NotHereError:
                     shown = _shown(module, name)
                     _say_that_it_stays(shown, value.kind if isinstance(value, ObjectState) else "extra state")
-            elif not isinstance(value, Unsendable | Staying):
+            elif isinstance(value, Staying):
+                if value.source is None or value.source != _source_of(here.get(name), module):
+                    _say_that_it_stays(value.shown, value.type_name)
+            elif not isinstance(value, Unsendable):
                 _take(here, name, _with_data(value, _onto_the_device))
 
 
@@ -798,6 +800,39 @@ class Staying:
 
     shown: str
     type_name: str
+    source: Any = None
+    """What a function is made of, see :func:`_source_of`: a rank whose script has made the same has it."""
+
+
+def _source_of(function: Any, module: nn.Module) -> Any:
+    """What tells a function of a module from those of other code or with other data; None where that is not known.
+
+    Args:
+        function: Such as the ``forward`` that a script puts in the place of its class's, on each rank.
+        module: The module that has it, whose own methods it may call.
+    """
+    if isinstance(function, MethodType):
+        inner = _source_of(function.__func__, module)
+        of_module = function.__self__ is module and inner is not None
+        return (type(module).__qualname__, inner) if of_module else None
+    if not isinstance(function, FunctionType):
+        return None
+    code = function.__code__
+    held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    try:
+        held += [cell.cell_contents for cell in function.__closure__ or ()]
+    except ValueError:  # a variable that is not set yet
+        return None
+    parts = []
+    for value in held:
+        sent = None if value is module or isinstance(value, FunctionType | MethodType) else _sendable(value)
+        if isinstance(sent, Unsendable):
+            return None
+        part = "itself" if value is module else _source_of(value, module) if sent is None else _fingerprint(sent)
+        if part is None and value is not None:
+            return None
+        parts.append(part)
+    return function.__module__, function.__qualname__, code.co_filename, code.co_firstlineno, tuple(parts)
 
 
 @dataclass(frozen=True, slots=True)
