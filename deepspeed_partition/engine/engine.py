@@ -24,6 +24,7 @@ from deepspeed_partition.engine.pipeline.batch_programs import program_of
 from deepspeed_partition.engine.pipeline.before_step import BeforeStep, Buffers
 from deepspeed_partition.engine.pipeline.carried_types import why_types_are_not_carried
 from deepspeed_partition.engine.pipeline.drawn_data import copy_of_micro_batch
+from deepspeed_partition.engine.pipeline.drawn_weights import tell_of_another_method
 from deepspeed_partition.engine.pipeline.endless_conditions import (
     UNCOMPARED,
     announce_endless,
@@ -312,6 +313,7 @@ class MadPipeEngine(ResumingEngine):
             self.recut(method)
             return
         check_method_name(method)
+        tell_of_another_method(self.module, method, self.options.algorithm)
         if asks_for_plan(method) and (cut is None or cut.origin == "boundaries"):
             if planning_is_off():
                 announce(f"MADPIPE=0: no planning, the layers stay cut at {self.module.parts}")

@@ -17,7 +17,7 @@ from deepspeed_partition.generators import common_states, is_tracked
 DRAWN = "layers have drawn from the random generators of their rank ({names}) while specs built them: {which}. "
 AS_PARAMETERS = (
     "for the same seed their initial weights are those of plain DeepSpeed with its default "
-    "partition_method='parameters', and others than with 'uniform' or 'type:...'"
+    "partition_method='parameters', and others than with {method!r}, which the configuration names"
 )
 ON_ANOTHER_CUT = (
     "what each gets depends on those that were built before it on the same rank, so on the cut {cut} initial "
@@ -33,7 +33,11 @@ def watch_draws(module: deepspeed.pipe.PipelineModule) -> None:
 
 
 def tell_of_drawn_weights(module: deepspeed.pipe.PipelineModule) -> None:
-    """Say once that layers which are built have drawn, where that gives other weights than plain DeepSpeed may."""
+    """Say once that layers which are built have drawn, where that gives other weights than plain DeepSpeed may.
+
+    With a plan they are those of plain DeepSpeed as long as nobody names another method of its own, see
+    :func:`tell_of_another_method`.
+    """
     before = module.__dict__.pop("_states_before_build", None)
     if before is None:
         return
@@ -50,6 +54,23 @@ def tell_of_drawn_weights(module: deepspeed.pipe.PipelineModule) -> None:
         uniform = [int(boundary) for boundary in partition_uniform(module._num_layers, module.num_stages)]
         if not counted and cut == str(uniform):
             continue
-        which = AS_PARAMETERS if counted else ON_ANOTHER_CUT.format(cut=cut)
-        sentence = DRAWN.format(names=", ".join(names), which=which) + way_out
-        warn_once(f"drawn weights/{counted}/{cut}/{names}", sentence)
+        if counted:
+            module.__dict__.setdefault("_drawn_as_by_parameters", []).append((", ".join(names), way_out))
+            continue
+        which = ON_ANOTHER_CUT.format(cut=cut)
+        warn_once(f"drawn weights/{cut}/{names}", DRAWN.format(names=", ".join(names), which=which) + way_out)
+
+
+def tell_of_another_method(module: deepspeed.pipe.PipelineModule, *methods: object) -> None:
+    """Say once that layers have drawn as DeepSpeed's default method builds them, where another one is named.
+
+    Args:
+        module: The pipeline, whose layers are built.
+        methods: What the configuration names: a method, an algorithm.
+    """
+    drawn = module.__dict__.pop("_drawn_as_by_parameters", [])
+    others = [each for each in methods if isinstance(each, str) and each.lower().startswith(("uniform", "type:"))]
+    for method in others[:1]:
+        for names, way_out in drawn:
+            which = AS_PARAMETERS.format(method=method)
+            warn_once(f"drawn weights/{method}/{names}", DRAWN.format(names=names, which=which) + way_out)
