@@ -131,6 +131,7 @@ def _compared(
     if draws.are_common:
         steps.drawn_from.add("torch")
     left_by_whole = traces.taken()
+    gained_by_whole = traces.gained
     if not numpy.isfinite(whole.loss):
         return _unknown(Unknown.NOT_FINITE, f"it is {whole.loss}")
     if len(run.micro_batches) == 1:
@@ -200,7 +201,8 @@ def _compared(
     run.whole.log_calls = whole.log_calls
     cuts = [alike, trained] if trained else [alike]
     logs = _logs(run, cuts, tolerance)
-    steps.note_left(traces.changes, [name for name, _ in differing])
+    left_out = {name for name, _ in differing} | {str(place) for place in traces.going_on}
+    steps.note_left(traces.changes, left_out, gained_by_whole, run.whole.size)
     result_rules, wrong_results = _results(whole.returned, cuts, tolerance)
     logs["log_rules"].update(result_rules)
     return Finding(

@@ -6,6 +6,7 @@ import functools
 import math
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
@@ -39,6 +40,7 @@ from lightning_madpipe.steps.batches import map_children, shapes_of, tensors_of
 from lightning_madpipe.steps.beside_module import BesideModule
 from lightning_madpipe.steps.call_state import CallStates
 from lightning_madpipe.steps.layers_call import LayersCall
+from lightning_madpipe.steps.list_in_words import some
 from lightning_madpipe.steps.log_calls import LogCalls
 from lightning_madpipe.steps.loss_signs import (
     MOST_TIMES_NEW,
@@ -87,6 +89,21 @@ UNLIKE_AGAIN = (
     "{times} times {step} has given torch numbers of its batch, other ones in each micro-batch, at places in its "
     "code where no tried step had: from here on others are not tried. MadPipeStrategy(loss='batch') runs the step "
     "once per batch"
+)
+
+MOST_TIMES_ALIKE = 4
+"""How often a batch is given up for what a step leaves at one place."""
+LEFT_AGAIN = (
+    "{times} times {step} has left {names} as no tried batch had, and each was tried: from here on it is compared"
+    " where a batch is tried for something else. MadPipeStrategy(loss='batch') runs the step once per batch"
+)
+CHANGED_AGAIN = (
+    "{times} times {step} has changed something as no tried batch had: from here on such a batch is not tried for"
+    " it. MadPipeStrategy(loss='batch') runs the step once per batch"
+)
+TOO_LARGE = (
+    "training_step leaves {names} for a batch as its micro-batches do where that is tried; of more than 16 MiB it"
+    " is not compared in other batches. MadPipeStrategy(loss='batch') runs the step once per batch"
 )
 
 BEYOND_TORCH = (
@@ -176,6 +193,13 @@ class UserSteps:
         and containers of these."""
         self.looked_at_left: set[Use] = set()
         """Questions of batches of which trials have looked at what is left by other answers."""
+        self._gained: dict[Place, set[float]] = {}
+        """The numbers for each sample that lists have gained in trials, where micro-batches gain them, too."""
+        self._times_alike: Counter[Place] = Counter()
+        """How often a batch was given up for a place."""
+        self._counted_since: Leftovers | None = None
+        self._num_samples = 0
+        """Samples whose steps have run since then."""
         self._left_first: dict[Place, Any] = {}
         """What the first micro-batch of this batch has left there."""
         self._times_changed = 0
@@ -551,37 +575,77 @@ class UserSteps:
             self._runs.tell_draws(micro_batch.step, new)
 
     def _check_changes(self, micro_batch: MicroBatch) -> None:
-        """Give the batch up if its step has changed something that none has that was tried."""
+        """Give the batch up if its step has changed something that none has that was tried, or otherwise."""
         if self.before_batch is None or self._times_changed == MOST_TIMES_NEW:
             return
+        if self.before_batch is not self._counted_since:
+            self._counted_since, self._num_samples = self.before_batch, 0
+        self._num_samples += micro_batch.size
         if micro_batch.place == 0:
             looked_at = self.before_batch.changes(lambda place, _: place in self._alike) if self._alike else ()
             self._left_first = {change.place: left_alike.shown(change) for change in looked_at}
         if not micro_batch.is_last:
             return
         changes = self.before_batch.changes()
-        if self.untried(micro_batch.step, changes) or self._goes_on(changes):
+        others = self._going_on(changes) | self._gaining_otherwise(changes)
+        often = {place for place in others if self._times_alike[place] == MOST_TIMES_ALIKE}
+        if often:
+            names = some(sorted(map(str, often)))
+            self._say(LEFT_AGAIN.format(step=micro_batch.step, names=names, times=MOST_TIMES_ALIKE))
+        self._alike -= often
+        self._gained = {place: shares for place, shares in self._gained.items() if place not in often}
+        others -= often
+        if self.untried(micro_batch.step, changes) or others:
+            self._times_alike.update(others)
             self._times_changed += 1
+            if self._times_changed == MOST_TIMES_NEW:
+                self._say(CHANGED_AGAIN.format(step=micro_batch.step, times=MOST_TIMES_NEW))
             self._give_up(micro_batch)
 
-    def _goes_on(self, changes: Iterable[Change]) -> bool:
-        """Whether micro-batches behind the first one change what a batch and they have left alike in trials.
+    def _going_on(self, changes: Iterable[Change]) -> set[Place]:
+        """What micro-batches behind the first one change, and a batch and they have left alike in trials.
 
         What depends on no sample, such as a rate by the number of the step, all of them leave alike.
         """
         now = {change.place: left_alike.shown(change) for change in changes if change.place in self._alike}
-        return any(
-            place not in now
+        return {
+            place
+            for place in {*now, *self._left_first}
+            if place not in now
             or place not in self._left_first
             or left_alike.go_on(self._left_first[place], now[place])
-            for place in {*now, *self._left_first}
-        )
+        }
 
-    def note_left(self, changes: Iterable[Change], differing: Collection[str]) -> None:
-        """Note what training steps have changed in a trial, and the names of what differs by micro-batches."""
+    def _gaining_otherwise(self, changes: Iterable[Change]) -> set[Place]:
+        """The lists that gain other numbers for each sample than in any batch that was tried."""
+        return {
+            change.place
+            for change in changes
+            if change.place in self._gained
+            and (count := left_alike.gained(change)) is not None
+            and not any(math.isclose(count / self._num_samples, share) for share in self._gained[change.place])
+        }
+
+    def note_left(
+        self, changes: Iterable[Change], left_out: Collection[str], gained: Mapping[str, int], size: int
+    ) -> None:
+        """Note what training steps have changed in a trial.
+
+        Args:
+            left_out: The names of what differs by micro-batches, or what these go on changing.
+            gained: How many numbers and texts lists have gained for the batch, by name.
+            size: Samples of the batch.
+        """
+        told = {name.partition("[")[0] for name in left_out}  # without the key of an item
+        changes = list(changes)
         self._alike |= {change.place for change in changes if left_alike.is_followed(change)}
-        told = {name.partition("[")[0] for name in differing}  # without the key of an item
         self._alike = {place for place in self._alike if str(place) not in told}
+        for place in {change.place for change in changes if str(change.place) in gained}:
+            self._gained.setdefault(place, set()).add(gained[str(place)] / size)
+        self._gained = {place: shares for place, shares in self._gained.items() if str(place) not in told}
+        large = {str(change.place) for change in changes if left_alike.is_too_large(change)} - told
+        if large:
+            self._say(TOO_LARGE.format(names=some(sorted(large))))
 
     def _check_logs(self, micro_batch: MicroBatch) -> None:
         """Give the batch up, or say it, if rules of which none is known to hold would merge its logs otherwise.

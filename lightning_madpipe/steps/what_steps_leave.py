@@ -22,6 +22,7 @@ from torchmetrics import MeanMetric, Metric
 
 from deepspeed_partition.code_names import CodeSearch
 from deepspeed_partition.raw_states import RawState
+from lightning_madpipe.steps import left_alike
 from lightning_madpipe.steps.hooks_of_program import hooks_of_program
 from lightning_madpipe.steps.metrics import copied, metrics_in_containers, metrics_of, named_with_class
 from lightning_madpipe.steps.tensor_comparison import as_real
@@ -60,7 +61,12 @@ class StepTraces:
         self._module = module
         self._means: dict[str, list[tuple[float, float]]] = defaultdict(list)
         self.changes: list[Any] = []
-        """All that was changed by what was taken."""
+        """All that was changed by what was taken, but for the states of metrics."""
+        self.going_on: set[Any] = set()
+        """The places that micro-batches behind the first one go on changing, such as a sum."""
+        self.gained: dict[str, int] = {}
+        """How many numbers and texts lists have gained by what was taken last."""
+        self._of_first: dict[Any, Any] | None = None
         self.losses: Sequence[float] = ()
         """Those of the micro-batches that are noted."""
 
@@ -68,8 +74,18 @@ class StepTraces:
         """The traces since the beginning, which are then undone."""
         changes = self._before.changes()
         self._steps.untried("training_step", changes)
-        self.changes += changes
+        self.changes += [change for change in changes if change.place.owner not in self._metrics]
+        self.going_on |= {change.place for change in changes if self._goes_on(change)}
+        self._of_first = None
+        counts = {str(change.place): left_alike.gained(change) for change in changes}
+        self.gained = {name: count for name, count in counts.items() if count is not None}
         return self._traces_of(changes)
+
+    def _goes_on(self, change: Any) -> bool:
+        if self._of_first is None or left_alike.gained(change) is not None:
+            return False
+        now = left_alike.shown(change)
+        return change.place not in self._of_first or left_alike.go_on(self._of_first[change.place], now)
 
     def taken_apart(self) -> dict[str, Trace]:
         """The traces of a run that shows nothing of what batches leave, which are then undone."""
@@ -98,7 +114,9 @@ class StepTraces:
         return False
 
     def note(self, size: int) -> None:
-        """Note the metrics after the step of a micro-batch of so many samples."""
+        """Note what there is after the step of a micro-batch of so many samples."""
+        if self._of_first is None:
+            self._of_first = {change.place: left_alike.shown(change) for change in self._before.changes()}
         for name, metric in self._metrics.items():
             if isinstance(metric, MeanMetric) and name in self._fresh and metric.update_called:
                 self._means[named_with_class(name, metric)].append((size, float(metric.mean_value.sum())))
@@ -134,12 +152,14 @@ def differences(
         pieces: By those of a trial, which are of unlike sizes.
         trained: By those that the batch is trained in; empty where they are the same.
     """
+    as_trained = {**pieces, **trained}  # where the micro-batches of the trial are fewer
     found = [
         (name, _in_words(name, trace, pieces[name], trained.get(name)))
         for name, trace in whole.items()
-        if name in pieces and not _are_same(trace, pieces[name]) and not traces.is_told_again(name, trace)
+        if name in pieces
+        and not (_are_same(trace, pieces[name]) and _are_same(trace, as_trained[name]))
+        and not traces.is_told_again(name, trace)
     ]
-    as_trained = {**pieces, **trained}  # where the micro-batches of the trial are fewer
     told, parts = {name for name, _ in found}, trained or pieces
     found += [
         (name, _by_one(name, whole.get(name), parts.get(name)))
@@ -153,7 +173,7 @@ def differences(
             "same joined",
         )
         for name, trace in whole.items()
-        if name in pieces and trace.num_entries != as_trained[name].num_entries and _are_same(trace, pieces[name])
+        if name in pieces and trace.num_entries != as_trained[name].num_entries and name not in told
     ]
     return found + [(name, words) for name, words in cut if not traces.is_joined(name)]
 

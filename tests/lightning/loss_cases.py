@@ -516,6 +516,29 @@ class MarksInTensors(Layers):
         return F.cross_entropy(self(x), y)
 
 
+class KeepsInLarge(Layers):
+    """Keeps a rate and a sign in a large tensor and array, and samples that are far above the mean.
+
+    In each batch it adds up what it has seen, which micro-batches do as one process does.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.array, self.seen = torch.zeros(1000), numpy.zeros(1000), 0
+        self.above: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        self.table[3] = self.array[3] = 0.9**batch_idx
+        self.table[7], self.array[7] = x[0, 0].sign(), float(x[0, 0].sign())
+        self.above.append(x[x[:, 0] - x[:, 0].mean() > 3])
+        self.seen += len(y)
+        return F.cross_entropy(self(x), y)
+
+    def on_train_epoch_end(self) -> None:
+        self.above = [torch.cat(self.above)]
+
+
 class Alarmed(Layers):
     """Notes batches of high first features: in step 7 the first micro-batch has some, and the batch has not."""
 
@@ -989,6 +1012,14 @@ def marked(num: int) -> TensorDataset:
     return TensorDataset(torch.cat([(x[:, 0].abs() * sign)[:, None], x[:, 1:]], 1), y)
 
 
+def with_marks_behind(num: int) -> TensorDataset:
+    """The first feature is 0, but of half of the samples in the seventh batch of 16."""
+    x, y = labelled(num).tensors
+    first = torch.zeros(num)
+    first[103], first[104:108], first[108:112] = 5.0, 20.0, 1.0
+    return TensorDataset(torch.cat([first[:, None], x[:, 1:]], 1), y)
+
+
 def with_a_high_start(num: int) -> TensorDataset:
     """The first features of the first four samples of the seventh batch of 16 are high."""
     x, y = labelled(num).tensors
@@ -1187,6 +1218,7 @@ def turned(host: Host) -> dict[str, Any]:
         "collecting": fitted(host, Collecting, labelled(32), max_epochs=1)["found"],
         "keeping in step 3": fitted(host, KeepsInThird, labelled(64), max_epochs=1)["found"],
         "counting marked": fitted(host, CountsMarked, marked(128), max_epochs=1)["found"],
+        "keeping in large": fitted(host, KeepsInLarge, with_marks_behind(128), max_epochs=1)["found"],
         "alarmed": fitted(host, Alarmed, with_a_high_start(128), max_epochs=1)["found"],
         "marking tensors": fitted(host, MarksInTensors, marked(128), max_epochs=1)["found"],
         "denoising": fitted(host, Denoising, labelled(32), max_epochs=1)["found"],

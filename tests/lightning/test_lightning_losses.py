@@ -12,14 +12,23 @@ from typing import Any, cast
 
 import numpy
 import pytest
+import pytorch_lightning as pl
 import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_partition.raw_states import RawState
+from lightning_madpipe.steps import left_alike
 from lightning_madpipe.steps.batch_runs import SamplesSelectedError, cut_inputs, dims_of_outputs
 from lightning_madpipe.steps.batches import fingerprint_of, split_batch
-from lightning_madpipe.steps.loss_signs import Attributes, ClassWeights, Operations, are_in_proportion, graph_of
+from lightning_madpipe.steps.loss_signs import (
+    Attributes,
+    ClassWeights,
+    Operations,
+    UntriedLossError,
+    are_in_proportion,
+    graph_of,
+)
 from lightning_madpipe.steps.losses import (
     MOST_EXTREMES,
     SAMPLES,
@@ -31,7 +40,10 @@ from lightning_madpipe.steps.losses import (
     views_of,
     weights_of,
 )
+from lightning_madpipe.steps.micro_batches import MicroBatch
+from lightning_madpipe.steps.step_side_effects import Change, Place
 from lightning_madpipe.steps.trials import _logs, _results
+from lightning_madpipe.steps.user_step import UserSteps
 from lightning_madpipe.steps.what_steps_leave import Trace, differences, numbers_of
 from tests.lightning.test_lightning_pipeline import Records, assert_same, records_of
 
@@ -219,6 +231,63 @@ def test_tensors_that_a_trial_shows_alike_are_told_where_they_differ(two: Record
         assert f"{name} " in told, told
     assert "for a batch of step 7 " in told and "self.rate" not in told
     assert not two.of("turned")["marking tensors"]["once"]
+
+
+KEPT = Place("", "attribute", "kept")
+
+
+def test_large_values_that_micro_batches_go_on_changing_are_seen() -> None:
+    """Tensors of more than 256 numbers, arrays and longer lists were not looked at."""
+    for value in (torch.zeros(1000), numpy.zeros(1000), list(range(900))):
+        change = Change(KEPT, "refill", value)
+        before = left_alike.shown(change)
+        assert left_alike.is_followed(change) and not left_alike.go_on(before, left_alike.shown(change))
+        change.value[7] = 1
+        assert left_alike.go_on(before, left_alike.shown(change))
+    large = Change(KEPT, "refill", torch.empty(5 << 20))
+    assert left_alike.is_too_large(large) and not left_alike.is_followed(large)
+
+
+def test_a_list_that_gains_another_share_gives_its_batch_up() -> None:
+    """Nothing was looked at where trials showed it alike. After four batches that are tried a line says so."""
+    module: Any = pl.LightningModule()
+    module.kept = []
+    steps = UserSteps(module, "forward")
+    tried = [Change(KEPT, "extend", [torch.zeros(8)])]
+    steps.untried("training_step", tried)
+    steps.note_left(tried, (), {"self.kept": 8}, 4)
+
+    def run(*numbers: int) -> None:
+        steps.before_batch = steps.leftovers(may_be_undone=True)
+        for place, number in enumerate(numbers):
+            module.kept.append(torch.zeros(number))
+            known: dict[str, Any] = {"step": "training_step", "arguments": (), "batch_seed": 0, "seed": 0}
+            last = place == len(numbers) - 1
+            steps._check_changes(MicroBatch(data=None, size=2, place=place, is_last=last, **known))
+
+    run(4, 4)
+    for _ in range(4):
+        with pytest.raises(UntriedLossError):
+            run(4, 2)
+    with pytest.warns(UserWarning, match="4 times training_step has left self.kept as no tried batch had"):
+        run(4, 2)
+
+
+def test_what_the_cut_that_is_trained_leaves_is_told() -> None:
+    """The cut of the trial left what the batch leaves, by chance, and the other cut did not, in silence."""
+    traces: Any = SimpleNamespace(is_told_again=lambda *_: False, is_joined=lambda _: True)
+    one, two = {"": torch.ones(2)}, {"": torch.ones(3)}
+    whole, pieces, trained = ({"self.kept": Trace(*each)} for each in ((1, one), (4, one), (4, two)))
+    assert differences(traces, whole, pieces, trained) == [("self.kept", "self.kept gets 4 entries instead of 1")]
+
+
+def test_large_tensors_and_lists_are_told_where_they_differ(two: Records) -> None:
+    """In step 7 the last micro-batch marked a tensor of 1,000 numbers, and lists got other rows, in silence."""
+    said = two.of("turned")["keeping in large"]["said"]
+    [told] = [each for each in said if "for a batch of step 7 " in each]
+    for name in ("self.table", "self.array", "self.above"):
+        assert f"{name} " in told, said
+    assert not any("self.seen" in each or "from here on" in each for each in said), said
 
 
 def test_what_a_decision_leaves_is_told(two: Records) -> None:
