@@ -323,7 +323,7 @@ class Tape:
             return None
         where = args[1] if len(args) > 1 else kwargs.get("dim")
         with torch._C.DisableTorchFunction():
-            all_sizes = tuple(map(int, tensor.stride() if kind == "stride" else tensor.shape))
+            all_sizes = tuple(map(int, torch.Tensor.stride(tensor) if kind == "stride" else tensor.shape))
             total = tensor.numel()
 
         def at(place: int) -> Size:

@@ -89,7 +89,7 @@ class WeightsWithoutData:
 
     def _without_data(self, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
         with torch.no_grad(), self._fake:
-            like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=self._device)
+            like = torch.empty_strided(tensor.shape, torch.Tensor.stride(tensor), dtype=dtype, device=self._device)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(like, requires_grad=tensor.requires_grad)
         return like

@@ -76,7 +76,9 @@ def receive(boundary: Boundary) -> tuple[Boundary, tuple[torch.Tensor, ...]]:
     for tensor in tensors_of(boundary):
         leaf = tensor.detach().requires_grad_(tensor.requires_grad)
         copy = leaf.clone()
-        if copy.stride() != leaf.stride():  # expanded, or with gaps: the layer gets it as it was made
+        if torch.Tensor.stride(copy) != torch.Tensor.stride(
+            leaf
+        ):  # expanded, or with gaps: the layer gets it as it was made
             copy = _StridedCopy.apply(leaf)
         copies.append(copy)
         if leaf.requires_grad:
@@ -88,7 +90,7 @@ def span(tensor: torch.Tensor) -> torch.Tensor:
     """Return the stretch of memory that holds a tensor, from its first element to its last, as a flat copy."""
     if tensor.numel() == 0:
         return tensor.new_empty(0)
-    length = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    length = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, torch.Tensor.stride(tensor), strict=True))
     return tensor.detach().as_strided((length,), (1,)).clone()
 
 
@@ -102,7 +104,7 @@ class _StridedCopy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return from_span(span(tensor), tuple(tensor.shape), tensor.stride())
+        return from_span(span(tensor), tuple(tensor.shape), torch.Tensor.stride(tensor))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:

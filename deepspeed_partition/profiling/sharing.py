@@ -107,7 +107,7 @@ def _send_boundary(
         if boundary is None
         else (
             isinstance(boundary, tuple),
-            [(t.dtype, tuple(t.shape), t.stride(), span(t).numel(), t.requires_grad) for t in tensors],
+            [(t.dtype, tuple(t.shape), torch.Tensor.stride(t), span(t).numel(), t.requires_grad) for t in tensors],
         )
     ]
     dist.send_object_list(header, dst=peer, group=group, device=device)

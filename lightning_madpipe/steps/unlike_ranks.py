@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import os
 from collections.abc import Container, Iterator, Mapping
+from itertools import takewhile
 from types import CodeType, FunctionType, NoneType
 from typing import Any
 
@@ -43,6 +44,8 @@ LAYER = (
 )
 MOST_NAMED = 3
 MOST_ITEMS = 100
+MOST_LETTERS, LETTERS_BEFORE = 60, 20
+"""Of a value in words: how many are shown, and how many of those before the first that differs."""
 _FUNCTIONS = frozenset(("get_rank", "get_world_size", "global_rank", "is_global_zero", "local_rank"))
 _PLAIN = (bool, bytes, complex, float, int, str, NoneType, torch.dtype)
 _OF_TORCH = frozenset(vars(nn.Module()))
@@ -75,20 +78,38 @@ def compare_ranks(
         if names := _differing(models[0], other):
             first, own = (each.get(names[0], "missing") for each in (models[0], other))
             more = _more(len(names) - 1)
+            first, own = where_unlike(first, own)
             return MODEL.format(name=names[0], first=first, other=own, rank=other_rank, more=more)
     first_rank = rank % num_pipelines
     for other_rank in range(first_rank, len(everyones), num_pipelines):
         first, other = everyones[first_rank], everyones[other_rank]
         if names := _differing(first, other):
-            named = [
-                f"{name} is {first.get(name, 'missing')} on rank {first_rank} and {other.get(name, 'missing')} on "
-                f"rank {other_rank}"
+            pairs = [
+                (name, where_unlike(first.get(name, "missing"), other.get(name, "missing")))
                 for name in names[:MOST_NAMED]
+            ]
+            named = [
+                f"{name} is {here} on rank {first_rank} and {there} on rank {other_rank}"
+                for name, (here, there) in pairs
             ]
             more = _more(len(names) - MOST_NAMED)
             warn_once(f"unlike/{names}", ATTRIBUTES.format(named="; ".join(named), more=more))
             break
     return None
+
+
+def where_unlike(first: str, other: str) -> tuple[str, str]:
+    """Two values in words; of long ones what is there where they begin to differ."""
+    if max(len(first), len(other)) <= MOST_LETTERS:
+        return first, other
+    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, other, strict=False)))
+    begin = max(0, alike - LETTERS_BEFORE)
+
+    def part(text: str) -> str:
+        end = begin + MOST_LETTERS
+        return f"{'...' * (begin > 0)}{text[begin:end]}{'...' * (end < len(text))}"
+
+    return part(first), part(other)
 
 
 def layers_that_ask(module: nn.Module, layers: Container[nn.Module]) -> Iterator[str]:

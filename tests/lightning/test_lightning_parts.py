@@ -50,6 +50,7 @@ from lightning_madpipe.steps.metrics import copied
 from lightning_madpipe.steps.micro_batches import MicroBatch
 from lightning_madpipe.steps.other_weights import loss_depends_on_weights
 from lightning_madpipe.steps.step_results import result_of, rule_of
+from lightning_madpipe.steps.unlike_ranks import where_unlike
 from lightning_madpipe.steps.user_step import UserSteps
 from tests.lightning.lightning_cases import Classifier, SequentialClassifier, TiedLanguageModel
 
@@ -780,3 +781,14 @@ def test_hooks_between_batches_of_a_window_are_told() -> None:
     assert "EarlyStopping(monitor='train_loss') may read these" in (within(stopping) or "")
     assert within(LearningRateMonitor()) is None
     assert notes(pl.LightningModule(), LearningRateMonitor()) == notes(Clipping(), Decaying(), number=1) == []
+
+
+def test_long_values_are_shown_where_they_begin_to_differ() -> None:
+    """A configuration of diffusers, with a list made of a set, gave a line of 3,000 letters."""
+    first, other = (f"[{'name, ' * 100}{letter}, {'end, ' * 100}]" for letter in "ab")
+    assert where_unlike(first, other) == (
+        "..., name, name, name, a, end, end, end, end, end, end, end, en...",
+        "..., name, name, name, b, end, end, end, end, end, end, end, en...",
+    )
+    assert where_unlike("0.1", "1.1") == ("0.1", "1.1")
+    assert where_unlike("missing", "x" * 70) == ("missing", f"{'x' * 60}...")

@@ -118,7 +118,10 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
     """The first byte of a memory that a tensor has, and the one after its last."""
     begin, size = int(tensor.storage_offset()), tensor.element_size()
-    last = sum((length - 1) * int(stride) for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum(
+        (length - 1) * int(stride)
+        for length, stride in zip(tensor.shape, torch.Tensor.stride(tensor), strict=True)
+    )
     return begin * size, (begin + last + 1) * size
 
 
@@ -156,7 +159,7 @@ def memories_of(found: Sequence[Found]) -> list[Memory]:
                 tuple(each.places),
                 each.tensor.dtype,
                 tuple(each.tensor.shape),
-                tuple(each.tensor.stride()),
+                tuple(torch.Tensor.stride(each.tensor)),
                 begin - first,
             )
             for each, (begin, _) in zip(members, ends, strict=True)
@@ -229,7 +232,10 @@ def _lie_so(members: Members) -> bool:
     starts = set()
     for lying, here in members:
         tensor = here[0][0].tensor
-        if any(each.tensor is not tensor for each, _ in here) or tuple(tensor.stride()) != lying.stride:
+        if (
+            any(each.tensor is not tensor for each, _ in here)
+            or tuple(torch.Tensor.stride(tensor)) != lying.stride
+        ):
             return False
         starts.add((tensor.untyped_storage()._cdata, _bytes_of(tensor)[0] - lying.begin))
     return len(starts) == 1
@@ -245,7 +251,7 @@ def _lay(memory: Memory, members: Members) -> None:
         laid.append((view, here))
     for view, here in reversed(laid):  # the values of parameters and buffers, which come first, count
         target, values = view, here[0][0].tensor.detach()
-        for dimension, (size, stride) in enumerate(zip(view.shape, view.stride(), strict=True)):
+        for dimension, (size, stride) in enumerate(zip(view.shape, torch.Tensor.stride(view), strict=True)):
             if size > 1 and not stride:  # elements that are one in memory
                 target, values = (each.narrow(dimension, 0, 1) for each in (target, values))
         target.copy_(values)

@@ -148,5 +148,8 @@ def _takes_tensor(present: Any, value: torch.Tensor) -> bool:
     return (
         type(present) is torch.Tensor
         and (present.shape, present.dtype, present.layout) == (value.shape, value.dtype, value.layout)
-        and not any(size > 1 and not stride for size, stride in zip(present.shape, present.stride(), strict=True))
+        and not any(
+            size > 1 and not stride
+            for size, stride in zip(present.shape, torch.Tensor.stride(present), strict=True)
+        )
     )

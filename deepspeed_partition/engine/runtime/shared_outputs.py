@@ -25,7 +25,7 @@ class SharedOutputs:
         if len(memories) == len(outputs):
             return
         views = tuple(
-            (number, each.storage_offset(), each.shape, each.stride(), each.element_size())
+            (number, each.storage_offset(), each.shape, torch.Tensor.stride(each), each.element_size())
             for number, each in zip(numbers, outputs, strict=True)
         )
         if views in self._known:
@@ -51,7 +51,7 @@ def shared_places(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
             continue
         if one.element_size() == other.element_size() and one.numel() and other.numel():
             marks = torch.zeros(one.untyped_storage().nbytes() // one.element_size(), dtype=torch.bool)
-            marks.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
-            if marks.as_strided(other.shape, other.stride(), other.storage_offset()).any():
+            marks.as_strided(one.shape, torch.Tensor.stride(one), one.storage_offset()).fill_(True)
+            if marks.as_strided(other.shape, torch.Tensor.stride(other), other.storage_offset()).any():
                 return first, second
     return None
