@@ -42,6 +42,12 @@ IN_A_HOOK = (
     "value with its output, with one number or row for each sample, as in `return x, value.expand(len(x))`, let "
     "the layers behind it hand that on, and keep or log it in the step"
 )
+BY_A_HOOK_IN_A_HOOK = (
+    "{hook} raises {error} where it reads {shown}, which {writer} writes while that layer runs: in a pipeline on "
+    "the rank that has it, once per micro-batch, and elsewhere it is what it was. Ask whether it is there (`if "
+    "self.output is not None`, `if 'block' in self.features`; a gradient, `.grad is not None`), or return it from "
+    "forward(), `return logits, feature`, without the hook"
+)
 NOT_ON_THIS_RANK = "{hook} raises {error} on a rank that does not run that layer: {sentence}"
 
 
@@ -177,6 +183,7 @@ class LayerTraces:
             Exception: the host's, where the hook fails after it has read what is not on this rank.
         """
         missed: list[str] = []
+        collected: list[Collected] = []
         try:
             with ExitStack() as stack:
                 for owner, lefts in self._hidden.items():
@@ -185,12 +192,21 @@ class LayerTraces:
                         for each in lefts.values()
                         if isinstance(each, Left) and each.layer is not None and each.name in names
                     }
+                    members |= {
+                        each.name: _noted(each, collected)
+                        for each in lefts.values()
+                        if isinstance(each, Collected) and each.name in names
+                    }
                     if members:
                         stack.enter_context(of_class(owner, subclass_of(type(owner), members)))
                 yield
-        except (AttributeError, TypeError) as error:
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            kind = type(error).__name__
             if missed:
-                words = NOT_ON_THIS_RANK.format(hook=hook, error=type(error).__name__, sentence=missed[-1])
+                raise self._error(NOT_ON_THIS_RANK.format(hook=hook, error=kind, sentence=missed[-1])) from error
+            if collected:
+                shown, writer = collected[-1].shown, collected[-1].hook
+                words = BY_A_HOOK_IN_A_HOOK.format(hook=hook, error=kind, shown=shown, writer=writer)
                 raise self._error(words) from error
             raise
 
@@ -202,9 +218,7 @@ class LayerTraces:
                 warn_once(f"read in hook/{hook}/{left.name}", sentence)
                 if any(isinstance(part._parameters, HiddenTensors) for part in owner.modules()):
                     missed.append(sentence)
-            if left.name in vars(it):
-                return vars(it)[left.name]
-            return getattr(super(type(it), it), left.name)
+            return _plainly_read(it, left.name)
 
         return property(read, lambda it, value: vars(it).__setitem__(left.name, value))
 
@@ -243,3 +257,18 @@ class LayerTraces:
 
     def _name_of(self, owner: nn.Module, left: Left) -> str:
         return self._names.get(owner, f"{left.path or type(owner).__name__} of layer {left.layer}")
+
+
+def _noted(collected: Collected, read_now: list[Collected]) -> property:
+    """An attribute that is what it was, and noted where it is read."""
+
+    def read(it: Any) -> Any:
+        if it is collected.owner:
+            read_now.append(collected)
+        return _plainly_read(it, collected.name)
+
+    return property(read, lambda it, value: vars(it).__setitem__(collected.name, value))
+
+
+def _plainly_read(owner: Any, name: str) -> Any:
+    return vars(owner)[name] if name in vars(owner) else getattr(super(type(owner), owner), name)

@@ -288,6 +288,22 @@ class HookReadsLoad(Plain):
             self.net[2].leave(self, self.net[2].load)
 
 
+class HookNeeds(Plain):
+    """A hook on a layer keeps its output, and one of Lightning reads it, where it is there or anywhere."""
+
+    def __init__(self, leave: Callable[[Any, torch.Tensor], None], asks: bool = False) -> None:
+        super().__init__(leave)
+        self.asks, self.features = asks, dict[str, torch.Tensor]()
+        self.net[2].register_forward_hook(self.keep)
+
+    def keep(self, layer: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        self.features["block"] = output.detach()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if not self.asks or "block" in self.features:
+            self.features["block"].norm()
+
+
 class OwnsMetric(Plain):
     """A metric that a layer calls."""
 
@@ -387,6 +403,8 @@ KINDS: dict[str, tuple[Callable[..., Module], Callable[[Any, torch.Tensor], None
     "a layer that logs in evaluation": (LogsInEvaluation, logs_in_evaluation),
     "own load that a hook reads": (HookReadsLoad, nothing),
     "own load that a hook needs": (lambda leave: HookReadsLoad(leave, must_be_there=True), nothing),
+    "a feature that a hook needs": (HookNeeds, nothing),
+    "a feature that a hook asks for": (lambda leave: HookNeeds(leave, asks=True), nothing),
     "own count": (Plain, counts),
     "a cache": (Plain, caches),
     "a list that nobody reads": (Plain, to_global),

@@ -272,6 +272,18 @@ def test_what_a_layer_keeps_of_its_input_is_told_where_a_hook_reads_it(two: Reco
     assert all(raised in end and reads in end for end in ends)
 
 
+def test_a_hook_that_needs_what_a_hook_on_a_layer_keeps_is_told_so(two: Records) -> None:
+    """A rank without that layer raised Python's own KeyError."""
+    ends = [rank["said_of_layers"]["a feature that a hook needs"][-1] for rank in two.ranks]
+    words = "on_train_batch_end of HookNeeds raises KeyError where it reads self.features, which the hook keep on "
+    assert all(f"{words}self.net.2 writes" in end for end in ends), ends
+
+
+def test_a_hook_that_asks_for_what_a_hook_on_a_layer_keeps_goes_on(two: Records) -> None:
+    ends = [rank["said_of_layers"]["a feature that a hook asks for"][-1] for rank in two.ranks]
+    assert ends == ["not refused"] * 2
+
+
 @pytest.mark.parametrize("kind", ["a layer that logs", "a layer that logs in evaluation"])
 def test_a_layer_that_logs_is_told(two: Records, kind: str) -> None:
     """It logged the number of one micro-batch, or of a trial, on one rank, and nothing was said."""
