@@ -88,9 +88,8 @@ def note_on_resuming(trainer: Any, first_batch: int) -> str | None:
     return (
         f"training goes on within epoch {trainer.current_epoch}, at batch {first_batch}, but the data loader "
         f"begins that epoch from its start: its first batches are trained on again in the place of {left}, as "
-        "Lightning does without this strategy, so the losses are not those of an unbroken run. Resume from a "
-        "checkpoint of the end of an epoch, or give the loader state_dict() and load_state_dict(), as torchdata's "
-        "StatefulDataLoader has them"
+        "Lightning does without this strategy, and losses are not those of an unbroken run. Resume from the end "
+        "of an epoch, or give the loader state_dict() and load_state_dict(), as torchdata's StatefulDataLoader has"
     )
 
 

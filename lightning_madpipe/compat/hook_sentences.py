@@ -7,16 +7,15 @@ from __future__ import annotations
 
 SEVERAL = (
     "{place} computes with several parameters or gradients together ({names}, ...), and a rank of a pipeline has "
-    "those of its own layers only: a norm, a sum or a decision differs from rank to rank. For the norm of all "
+    "those of its own layers only, after a move others: a norm, a sum or a decision differs. For the norm of all "
     "gradients use torch.nn.utils.clip_grad_norm_ in on_before_optimizer_step, or Trainer(gradient_clip_val=...); "
-    "else bring the ranks' parts together, as by torch.distributed.all_reduce"
+    "else torch.distributed.all_reduce brings the ranks' parts together"
 )
 NUMBERS_OF_SEVERAL = (
     "{place} takes numbers out of several parameters or gradients ({names}, ...), and a rank of a pipeline has "
-    "those of its own layers only: what is computed from all of them differs from rank to rank. For the norm of "
-    "all gradients use torch.nn.utils.clip_grad_norm_ in on_before_optimizer_step, or "
-    "Trainer(gradient_clip_val=...); else bring the ranks' parts together, as by torch.distributed.all_reduce. "
-    "Where each is treated by itself, nothing differs"
+    "those of its own layers only: what is made of all of them differs; of each by itself it does not. For the "
+    "norm of all gradients use torch.nn.utils.clip_grad_norm_ in on_before_optimizer_step, or "
+    "Trainer(gradient_clip_val=...); else torch.distributed.all_reduce brings the ranks' parts together"
 )
 ELEMENTS_OF_SEVERAL = (
     "{place} counts the elements of several parameters ({names}, ...), and a rank of a pipeline has those of its "

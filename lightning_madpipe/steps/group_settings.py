@@ -23,8 +23,8 @@ from lightning_madpipe.compat.optimizers import settings_of
 
 UNLIKE = (
     "{name!r} of group {number} of the optimizer is {one} on rank {first} and {other} on rank {second}: a hook "
-    "has changed it by what ranks do not have alike, such as the parameters in the group, and these ranks train "
-    "their layers otherwise than one process does. Let it go by what they have alike, such as a name: "
+    "has changed it by what ranks do not have alike, such as the parameters in the group, and training differs "
+    "from that of one process. Go by what they have alike, such as a name: "
     "{{'params': ..., 'name': 'head'}} in configure_optimizers, group['name'] == 'head' in the hook"
 )
 _MARK_BITS = 31

@@ -42,18 +42,16 @@ from lightning_madpipe.steps.tensor_comparison import has_gradient
 from lightning_madpipe.steps.user_step import UserSteps
 
 REFUSED = (
-    "{layer} changes {place} while it runs, and {step} {depends}: in a pipeline a layer runs on the rank that has "
-    "it, once per micro-batch, and {step} on the last stage, where neither the value nor its gradient comes. Let "
-    "the layer return the value with its output, with one number or row for each sample, as in `return x, "
-    "value.expand(len(x))`, let the layers behind it hand that on, and use it in {step}, which is given it by its "
-    "call of the layers"
+    "{layer} changes {place} while it runs, and {step} {depends}: in a pipeline a layer runs on its rank, once "
+    "per micro-batch, and {step} on the last stage, where neither the value nor its gradient comes. Let the layer "
+    "return it with its output, one number or row for each sample (`return x, value.expand(len(x))`), let the "
+    "layers behind it hand it on, and use it in {step}, which gets it from its call of the layers"
 )
 READ = (
-    "{layer} changes {place} while it runs, and {readers} it: in a pipeline a layer runs on the rank that has it, "
-    "once per micro-batch and in trials, so that other values, or none, are found there than in one process, on "
-    "each rank others{logged}. Let the layer return the value with its output, with one number or row for each "
-    "sample, as in `return x, value.expand(len(x))`, let the layers behind it hand that on, and keep or log it in "
-    "the step"
+    "{layer} changes {place} while it runs, and {readers} it: in a pipeline a layer runs on its rank, once per "
+    "micro-batch and in trials, so that each rank finds other values than one process, or none{logged}. Let the "
+    "layer return it with its output, one number or row for each sample (`return x, value.expand(len(x))`), let "
+    "the layers behind it hand it on, and keep or log it in the step"
 )
 OF_MODULE = (
     "{layer} changes {place} while it runs, which is no part of that layer: in a pipeline each rank has its own, "

@@ -35,9 +35,9 @@ DECORATORS = (
 
 NOT_HERE = (
     "{step} raises {error} after it has asked for its rank: it runs on the last stage, on rank {own}, and is "
-    "told rank {rank} there, as the process that its pipeline stands for. What the program has made on rank 0 "
-    "alone, such as an open file or a run of wandb, is not on rank {own}: make it on each rank, or use it in a "
-    "hook that is given what the step returns, such as on_train_batch_end, which rank 0 runs, too"
+    "told rank {rank} there, as in one process. What the program has made on rank 0 alone (a file, a run of "
+    "wandb) is not on rank {own}: make it on each rank, or use it in a hook that gets what the step returns, such "
+    "as on_train_batch_end, which rank 0 runs, too"
 )
 
 LOCAL_RANK = (

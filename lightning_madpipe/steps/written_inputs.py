@@ -12,9 +12,9 @@ from torch import Tensor
 
 WRITES = (
     "{layer} changes its input in place, which is what the step gives the layers: in one process the step sees "
-    "that after its call, and so does whoever reads the same tensor again, such as the next epoch of a loader "
-    "that keeps its tensors; in a pipeline they do not see it. Where that matters, let the step change it, before "
-    "its call; else let the layer make a new tensor (`x = x * 2` for `x *= 2`)"
+    "that after its call, and so does the next epoch of a loader that keeps its tensors; in a pipeline they do "
+    "not. Where that matters, let the step change it, before its call; else let the layer make a new tensor (`x = "
+    "x * 2` for `x *= 2`)"
 )
 
 

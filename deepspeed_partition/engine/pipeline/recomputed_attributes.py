@@ -65,9 +65,9 @@ def changes_in_backward_told(functions: Sequence[Any], first: int) -> Iterator[N
             f"changed in a backward/{', '.join(words)}",
             f"a backward changes {', '.join(words[:MOST_NAMED])}: code that torch.utils.checkpoint runs again, or "
             "a backward() of the program's own. It does so once per micro-batch, on the rank that has the layer, "
-            "and forwards of other micro-batches come before that, more of them than in one process: what a layer "
-            "computes with it differs, and so does what hooks read of it, on each rank. Count outside of the "
-            "function that is given to checkpoint(), and gradients in a hook, such as on_after_backward",
+            "behind more forwards than in one process: what layers compute with it and hooks read of it differs. "
+            "Count outside of the function that is given to checkpoint(), and gradients in a hook, such as "
+            "on_after_backward",
         )
 
 
