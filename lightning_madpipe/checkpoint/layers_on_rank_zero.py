@@ -57,6 +57,10 @@ EVERYWHERE = (
     "{what} was changed on one rank alone: its {name} is {there} on rank 0 and {here} on rank {rank}. Change "
     "layers on every rank; values of weights, as by load_state_dict(), may be changed on rank 0 alone"
 )
+IN_PARTS = (
+    "{what} has other values on rank 0 than on rank {rank} in its {name}, which is sparse or quantized, and such "
+    "values are not sent: change it alike on every rank"
+)
 
 
 class TensorInfo(NamedTuple):
@@ -74,14 +78,18 @@ class NotedState:
 
     tensors: list[TensorInfo]
     checksums: dict[str, int]
+    of_parts: dict[str, int]
+    """Checksums of sparse and quantized tensors, whose values lie in several others."""
     modes: dict[str, bool]
 
     @classmethod
     def of(cls, layer: nn.Module) -> NotedState:
         """Note how ``layer`` is now."""
+        tensors = _own_tensors(layer)
         return cls(
             _infos(layer),
-            {name: _checksum(tensor) for name, tensor in _own_tensors(layer).items() if _has_bytes(tensor)},
+            {name: _checksum(tensor) for name, tensor in tensors.items() if _has_bytes(tensor)},
+            {name: _checksum(*parts) for name, tensor in tensors.items() if (parts := _parts_of(tensor))},
             {path: part.training for path, part in layer.named_modules() if not _is_of_host(path)},
         )
 
@@ -114,6 +122,8 @@ class ChangedLayer:
     """The names of the tensors that are otherwise."""
     sent: list[str]
     """The names of those whose values follow."""
+    in_parts: list[str]
+    """The names of sparse and quantized ones whose values are others."""
     attributes: dict[str, dict[str, Any]]
     modes: dict[str, bool]
 
@@ -126,9 +136,11 @@ class ChangedLayer:
         others = set(other.tensors)
         unlike = [info.name for info in there.tensors if info not in others or info.name in sent]
         modes = {path: mode for path, mode in there.modes.items() if other.modes.get(path) != mode}
-        if there.tensors == other.tensors and not sent and not attributes and not modes:
+        both = there.of_parts.keys() & other.of_parts.keys()
+        in_parts = sorted(name for name in both if there.of_parts[name] != other.of_parts[name])
+        if there.tensors == other.tensors and not (sent or in_parts or attributes or modes):
             return None
-        return cls(there.tensors, unlike, sent, attributes, modes)
+        return cls(there.tensors, unlike, sent, in_parts, attributes, modes)
 
     def parts(self) -> list[str]:
         """The paths of the modules that are otherwise, or the name of a tensor that is not in one of them."""
@@ -223,7 +235,7 @@ def take_from_rank_zero(modules: Mapping[str, nn.Module]) -> list[dict[str, Chan
     """
     mine = {name: NotedState.of(module) for name, module in modules.items()}
     there = broadcast_object(mine, 0)
-    nothing = NotedState([], {}, {})
+    nothing = NotedState([], {}, {}, {})
     found = {name: ChangedLayer.between(mine[name], there.get(name, nothing), {}) for name in modules}
     taken = gather_objects({name: each for name, each in found.items() if each is not None})
     if any(taken):
@@ -286,6 +298,8 @@ def _check(changed: Mapping[str, ChangedLayer], layers: Mapping[str, nn.Module],
         ValueError: they are others. Buffers may have another form there, for layers make them, and let them grow.
     """
     for name, each in changed.items():
+        if each.in_parts:
+            raise ValueError(IN_PARTS.format(what=_named(name), name=each.in_parts[0], rank=dist.get_rank()))
         here = {info.name: info for info in _infos(layers[name])}
         there = {info.name: info for info in each.tensors}
         buffers = _places_of_buffers(layers[name])
@@ -363,5 +377,27 @@ def _has_bytes(tensor: Tensor) -> bool:
     return is_plain and not (is_lazy(tensor) or tensor.is_meta or is_traceable_wrapper_subclass(tensor))
 
 
-def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(bytes_view(tensor.detach().cpu()).numpy().data)
+def _parts_of(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that hold the values of a sparse or quantized one; none of any other."""
+    if is_lazy(tensor) or tensor.is_meta or tensor.is_nested or is_traceable_wrapper_subclass(tensor):
+        return []
+    own = tensor.detach()
+    if own.is_quantized:
+        if own.qscheme() in (torch.per_channel_affine, torch.per_channel_affine_float_qparams):
+            return [own.int_repr(), own.q_per_channel_scales(), own.q_per_channel_zero_points()]
+        return [own.int_repr(), torch.tensor([own.q_scale(), own.q_zero_point()], dtype=torch.float64)]
+    if own.layout is torch.sparse_coo:
+        own = own.coalesce()
+        return [own.indices(), own.values()]
+    if own.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [own.crow_indices(), own.col_indices(), own.values()]
+    if own.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [own.ccol_indices(), own.row_indices(), own.values()]
+    return []
+
+
+def _checksum(*tensors: Tensor) -> int:
+    checksum = 0
+    for tensor in tensors:
+        checksum = zlib.crc32(bytes_view(tensor.detach().cpu()).numpy().data, checksum)
+    return checksum

@@ -802,6 +802,15 @@ def layers_of_one_rank(host: cases.Host) -> dict[str, Any]:
         module.blocks[4].cache, module.blocks[3].shift = torch.ones(3), torch.full((1,), 0.5)
     fitted(host, module, strategy=CUT, max_epochs=1)
     record["buffers"] = [module.blocks[4].cache.tolist(), module.blocks[3].shift.tolist()]
+    rows, scales, zeros = torch.eye(2) + float(is_rank_zero()), torch.ones(2).double(), torch.zeros(2).long()
+    for name, value in {
+        "coordinates": rows.to_sparse(), "rows": rows.to_sparse_csr(), "columns": rows.to_sparse_csc(),
+        "of a tensor": torch.quantize_per_tensor(torch.ones(3), 0.5 + float(is_rank_zero()), 0, torch.qint8),
+        "of channels": torch.quantize_per_channel(rows, scales, zeros, 0, torch.qint8),
+    }.items():  # fmt: skip
+        module = cases.seeded(Adjusted)
+        module.blocks[4].register_buffer("graph", value)
+        record[name] = refused(lambda: fitted(host, module, strategy=CUT, max_epochs=1))  # noqa: B023
     return record
 
 

@@ -144,6 +144,12 @@ def test_other_tensors_on_one_rank_are_refused_but_for_buffers(two: Records) -> 
     assert "its blocks.3.linear.bias is absent on rank 0 and (12,) of float32 on rank 1" in record["parameter"]
     assert "Change layers on every rank" in record["parameter"]
     assert record["buffers"] == [[1.0, 1.0, 1.0], [0.5]]
+    # Of these each rank kept its own values, in silence.
+    for name in ("coordinates", "rows", "columns", "of a tensor", "of channels"):
+        assert (
+            "other values on rank 0 than on rank 1 in its blocks.4.graph, which is sparse or quantized"
+            in record[name]
+        )
 
 
 def test_a_call_on_one_rank_is_named_on_the_other(tmp_path: Path) -> None:
