@@ -2041,6 +2041,30 @@ def views_of_a_layer_stay_views_where_it_moves(_: Path) -> None:
             assert engine.module.parts == [0, 6, 8]
 
 
+def views_of_a_layer_in_a_checkpoint_of_another_cut(folder: Path) -> None:
+    data = batches(6)
+    for zero in (0, 1):
+        config = {"zero_optimization": {"stage": zero}}
+
+        def started(parts: list[int], config: dict[str, Any] = config) -> Any:
+            between = [LayerSpec(OneMemory) for _ in range(6)]
+            specs = [LayerSpec(nn.Linear, 8, WIDTH), *between, LayerSpec(nn.Linear, WIDTH, 4)]
+            return start(specs, parts, config, optimizer=two_groups)[0]
+
+        expected = train(started([0, 3, 8]), data)
+        engine, where = started([0, 3, 8]), str(folder / f"views {zero}")
+        same(train(engine, data[:3]), expected[:3])
+        assert engine.save_checkpoint(where)
+        for parts in [0, 3, 8], [0, 6, 8]:
+            engine = started(parts)
+            assert engine.load_checkpoint(where)[0] is not None
+            same(train(engine, data[3:]), expected[3:])
+            for layer in [layer for layer in engine.module.modules() if isinstance(layer, OneMemory)]:
+                memory = layer.big.untyped_storage().data_ptr()
+                views = [layer.row, layer.columns, layer.same, *layer.rows]
+                assert all(each.untyped_storage().data_ptr() == memory for each in views), parts
+
+
 def views_of_what_is_no_part_of_a_layer_are_told(_: Path) -> None:
     """They have memory of their own on the next rank, and that is said once; what each layer makes is no view."""
     table, data = torch.zeros(4, WIDTH), batches(2)
@@ -2358,6 +2382,7 @@ CASES = [
     calls_on_one_rank, layers_that_ask_for_their_rank_are_named,
     layers_that_ask_for_their_rank_when_built_are_named,
     a_tensor_that_is_returned_twice, tensors_of_one_memory, views_of_a_layer_stay_views_where_it_moves,
+    views_of_a_layer_in_a_checkpoint_of_another_cut,
     views_of_what_is_no_part_of_a_layer_are_told,
     what_an_optimizer_keeps_of_its_weights_goes_with_them, what_an_optimizer_keeps_for_all_stays,
     optimizers_that_see_a_part, schedules_that_see_a_part,
