@@ -2,7 +2,8 @@
 
 A step runs on the last stage, once for each micro-batch, and up to its call of ``forward`` on the first one. A
 rate that it sets reaches that rank's optimizer alone, and one that it multiplies is multiplied for each
-micro-batch; weights that it clamps are those of the last stage. A hook does these once, on every rank.
+micro-batch; weights that it clamps are those of the last stage, and averages that it puts in their place for the
+call never leave those of the first one. A hook does these once, on every rank.
 """
 
 from __future__ import annotations
@@ -12,41 +13,103 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+
+MOST_LOOKS = 4
+"""How often the values of the weights are compared in an epoch or an evaluation: a change of ``weight.data`` is not
+counted, and an average is the weights themselves at first."""
 
 
-@contextmanager
-def left_untouched(module: Any, step: str, error: Callable[[str], Exception]) -> Iterator[None]:
-    """Refuse a step that changes the settings of an optimizer or weights of this rank.
+class InputTaken(BaseException):
+    """Ends a step at the pipeline's call; no ``except Exception`` of the user's may stop it."""
 
-    Raises:
-        error: it has; the sentence names the setting or the weight, and the way out.
+
+class LeftUntouched:
+    """Refuses steps that change the settings of an optimizer or weights of this rank.
+
+    Args:
+        module: The LightningModule.
+        error: The host's exception for what cannot run on a pipeline.
     """
-    optimizers = module.trainer.optimizers
-    settings = list(_settings(optimizers))
-    weights = {name: (weight, weight._version) for name, weight in module.named_parameters()}
-    try:
-        yield
-    finally:
-        # Also where the step ends at its call of the layers, and where a trial comes before the step itself.
-        changed = [old for old, new in zip(settings, _settings(optimizers), strict=False) if old != new]
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        for number, name, value in changed:
-            if not isinstance(groups[number][name], Tensor):
-                groups[number][name] = value
-    if changed:
-        number, name, value = changed[0]
-        raise error(
-            f"{step} changes {name!r} of parameter group {number} of the optimizer (it was {value}), and in a "
-            "pipeline a step runs on some ranks, once per micro-batch: change it in a hook, such as "
-            "on_train_batch_start, or by a schedule that configure_optimizers returns"
-        )
-    written = next((name for name, (weight, version) in weights.items() if weight._version != version), None)
-    if written is not None:
-        raise error(
-            f"{step} changes {written} in place, and in a pipeline it has the weights of one stage only, once per "
-            "micro-batch: change them in a hook, such as on_train_batch_end, over self.parameters()"
-        )
+
+    def __init__(self, module: Any, error: Callable[[str], Exception]) -> None:
+        self._module, self._error = module, error
+        self._looks: dict[str, tuple[Any, int]] = {}
+        """For each step, what runs, and how often its values were compared in that."""
+
+    @contextmanager
+    def by(self, step: str) -> Iterator[None]:
+        """Look at them around a step.
+
+        Raises:
+            Exception: the host's: it changes them; the sentence names the setting or the weight, and the way out.
+        """
+        optimizers = self._module.trainer.optimizers
+        settings = list(_settings(optimizers))
+        is_close = self._looks_closely(step)
+        weights = {name: (weight, _state_of(weight, is_close)) for name, weight in self._module.named_parameters()}
+        has_ended = False
+        try:
+            yield
+            has_ended = True
+        except InputTaken:
+            has_ended = True
+            raise
+        finally:
+            # Also where the step ends at its call of the layers, and where a trial comes before the step itself.
+            changed = [old for old, new in zip(settings, _settings(optimizers), strict=False) if old != new]
+            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+            for number, name, value in changed:
+                if not isinstance(groups[number][name], Tensor):
+                    groups[number][name] = value
+            if has_ended:
+                self._refuse_weights(step, weights, is_close)
+        if changed:
+            number, name, value = changed[0]
+            raise self._error(
+                f"{step} changes {name!r} of parameter group {number} of the optimizer (it was {value}), and in a "
+                "pipeline a step runs on some ranks, once per micro-batch: change it in a hook, such as "
+                "on_train_batch_start, or by a schedule that configure_optimizers returns"
+            )
+
+    def _looks_closely(self, step: str) -> bool:
+        """Whether the values of weights are compared: in the first steps of an epoch, or of an evaluation."""
+        trainer = self._module.trainer
+        runs = trainer.current_epoch if step == "training_step" else (trainer.state.stage, trainer.global_step)
+        before, number = self._looks.get(step, (None, 0))
+        self._looks[step] = runs, number + 1 if runs == before else 1
+        return self._looks[step][1] <= MOST_LOOKS
+
+    def _refuse_weights(self, step: str, weights: dict[str, tuple[nn.Parameter, Any]], is_close: bool) -> None:
+        for name, (weight, before) in weights.items():
+            if _state_of(weight, is_close) != before:
+                raise self._error(
+                    f"{step} changes {name}, and in a pipeline it has the weights of one stage only, once per "
+                    f"micro-batch, and on the first stage it ends at its call of the layers: {_way_out(step)}"
+                )
+
+
+def _way_out(step: str) -> str:
+    if step == "training_step":
+        return "change them in a hook, such as on_train_batch_end, over self.parameters()"
+    kind = step.removesuffix("_step")
+    return f"change them in on_{kind}_epoch_start and back in on_{kind}_epoch_end, over self.parameters()"
+
+
+def _state_of(weight: nn.Parameter, is_close: bool) -> Any:
+    """What of a weight is another thing when it has changed."""
+    if is_lazy(weight) or weight.is_meta or is_traceable_wrapper_subclass(weight):
+        return weight._version
+    with _disable_current_modes(), torch.no_grad():
+        place = torch.Tensor.data_ptr(weight)
+        if not is_close or not (weight.is_floating_point() or weight.is_complex()):
+            return weight._version, place
+        values = (torch.view_as_real(weight.detach()) if weight.is_complex() else weight.detach()).flatten()
+        # As texts, for NaN is not equal to itself.
+        return weight._version, place, str(float(values.sum())), str(float(torch.linalg.vector_norm(values)))
 
 
 def _settings(optimizers: Any) -> Iterator[tuple[int, str, Any]]:

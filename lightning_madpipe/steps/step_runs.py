@@ -27,7 +27,7 @@ from lightning_madpipe.steps.changed_batches import Contents
 from lightning_madpipe.steps.ending_contexts import EndingContexts
 from lightning_madpipe.steps.hook_values import refuse_in_loss
 from lightning_madpipe.steps.layers_call import LayersCall
-from lightning_madpipe.steps.left_untouched import left_untouched
+from lightning_madpipe.steps.left_untouched import LeftUntouched
 from lightning_madpipe.steps.metrics_by_hand import written_tables_told
 from lightning_madpipe.steps.micro_batches import MicroBatch
 from lightning_madpipe.steps.own_generators import OwnGenerators
@@ -65,6 +65,7 @@ class StepRuns:
         self._call = call
         self._context = context
         self._error = error
+        self._untouched = LeftUntouched(module, error)
         self._draws = draws
         self._is_cut = is_cut
         self._traces = traces
@@ -234,7 +235,7 @@ class StepRuns:
         yield told_as_process(step, self._module.trainer.strategy, grid.get_data_parallel_rank())
         yield collectives_refused(refuse, peers)
         yield counts_told(self._module.trainer.optimizers, tell_of_count)
-        yield left_untouched(self._module, step, self._error)
+        yield self._untouched.by(step)
         yield pipeline_of(self._module).elsewhere.listed()
         if not tells:
             return

@@ -40,6 +40,7 @@ from lightning_madpipe.steps.batches import map_children, shapes_of, tensors_of
 from lightning_madpipe.steps.beside_module import BesideModule
 from lightning_madpipe.steps.call_state import CallStates
 from lightning_madpipe.steps.layers_call import LayersCall
+from lightning_madpipe.steps.left_untouched import InputTaken
 from lightning_madpipe.steps.list_in_words import some
 from lightning_madpipe.steps.log_calls import LogCalls
 from lightning_madpipe.steps.loss_signs import (
@@ -115,10 +116,6 @@ BEYOND_TORCH = (
 
 class NoLossError(Exception):
     """A training step that is tried returns no loss that depends on the outputs."""
-
-
-class InputTaken(BaseException):
-    """Ends a step at the pipeline's call; no ``except Exception`` of the user's may stop it."""
 
 
 class UserSteps:

@@ -1034,6 +1034,65 @@ class NormInEvaluation(Module):
         self.net = nn.ModuleList([self.embed, self.blocks[0]])  # a second name of layers on the first rank
 
 
+class Averages(torch.optim.SGD):
+    """Keeps an average of each weight, and puts it in the weight's place, as public programs do."""
+
+    def __init__(self, weights: Any, is_copied: bool) -> None:
+        super().__init__(weights, lr=0.1)
+        self.is_copied = is_copied
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for weight in (weight for group in self.param_groups for weight in group["params"]):
+            average = self.state[weight].setdefault("average", weight.data.clone())
+            average += 0.1 * (weight.data - average)
+        return loss
+
+    def swap(self) -> None:
+        for weight in (weight for group in self.param_groups for weight in group["params"]):
+            state, values = self.state[weight], weight.data
+            state.setdefault("average", values.clone())  # before the first step
+            if self.is_copied:
+                values = values.clone()
+                weight.data.copy_(state["average"])
+                state["average"].copy_(values)
+            else:
+                weight.data, state["average"] = state["average"], values
+
+
+class SwapsInValidation(Module):
+    is_copied = False
+
+    def configure_optimizers(self) -> Any:
+        return Averages(self.parameters(), self.is_copied)
+
+    def swap(self) -> None:
+        optimizer = self.optimizers()
+        getattr(optimizer, "optimizer", optimizer).swap()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.swap()
+        super().validation_step(batch, batch_idx)
+        self.swap()
+
+
+class CopiesInValidation(SwapsInValidation):
+    is_copied = True
+
+
+class SwapsAroundValidation(SwapsInValidation):
+    """What the refusal of the former says."""
+
+    on_validation_epoch_start = on_validation_epoch_end = SwapsInValidation.swap
+    validation_step = Module.validation_step
+
+
+def averages_in_validation(host: Host) -> dict[str, Any]:
+    recorder = cases.Recorder()
+    trainer = trained(host, seeded(SwapsAroundValidation), recorder, validation=cases.loader(48, seed=3))
+    return cases.fit_record(trainer, None, recorder.rows)
+
+
 class NormBeforeForward(Module):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         norm = sum(weight.detach().square().sum() for weight in self.parameters())
@@ -1360,6 +1419,8 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
     run("LooksAhead", LooksAhead, strategy={"warmup_steps": 2, "algorithm": [0, 6, 8], "stage": 1})
     run("HeadClamped measured", HeadClamped, strategy={"algorithm": "madpipe"})
     run("NormInEvaluation", NormInEvaluation, validation=cases.loader(21, seed=3))
+    run("SwapsInValidation", SwapsInValidation, validation=cases.loader(48, seed=3))
+    run("CopiesInValidation", CopiesInValidation, validation=cases.loader(48, seed=3))
     with lines() as said:
         trained(host, seeded(Mentored), max_epochs=1)
     record["Mentored"] = {"end": "not refused", "said": [line for line in said if "mentor" in line]}
@@ -1419,6 +1480,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
         in_the_order_of_the_loader,
         own_ratio,
         groups_found_by_parameters,
+        averages_in_validation,
         hooks_of_steps,
         asked_in_steps,
         taught,

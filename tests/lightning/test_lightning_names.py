@@ -224,6 +224,7 @@ def test_what_may_change_is_said_before_the_first_step(two: Records) -> None:
         "in_the_order_of_the_loader",
         "own_ratio",
         "groups_found_by_parameters",
+        "averages_in_validation",
         "hooks_of_steps",
         "asked_in_steps",
         "taught",
@@ -395,8 +396,12 @@ def test_parameters_of_an_optimizer_that_are_read_one_by_one_are_not_told(two: R
         ("RateInStep", "training_step changes 'lr' of parameter group 0 of the optimizer (it was 0.3)"),
         ("RateBeforeForward", "training_step changes 'lr' of parameter group 0 of the optimizer (it was 0.3)"),
         ("ClampedInStep", "training_step uses embed.weight other than by its call of self.forward()"),
-        ("HeadClamped", "training_step changes head.weight in place, and in a pipeline it has the"),
-        ("HeadClamped measured", "training_step changes head.weight in place, and in a pipeline it has the"),
+        ("HeadClamped", "training_step changes head.weight, and in a pipeline it has the"),
+        ("HeadClamped measured", "training_step changes head.weight, and in a pipeline it has the"),
+        # On the first rank the averages stayed in the place of the weights, for its step ends at its call.
+        ("SwapsInValidation", "validation_step changes embed.weight, and in a pipeline it has the"),
+        ("SwapsInValidation", "change them in on_validation_epoch_start and back in on_validation_epoch_end"),
+        ("CopiesInValidation", "validation_step changes embed.weight, and in a pipeline it has the"),
         ("NormInStep", "training_step uses embed.weight other than by its call of self.forward()"),
         # It was said to use the weight other than by its call, without a word of the gradient.
         ("GradientsInStep", "training_step reads the gradient of embed.weight (hook_cases.py:"),
