@@ -19,8 +19,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 MOST_LOOKS = 4
-"""How often the values of the weights are compared in an epoch or an evaluation: a change of ``weight.data`` is not
-counted, and an average is the weights themselves at first."""
+"""How often the values of the weights are compared in an epoch or an evaluation: torch counts no change of
+``weight.data``, and an average is the weights themselves at first."""
 
 
 class InputTaken(BaseException):
