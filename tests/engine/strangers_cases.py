@@ -2099,6 +2099,42 @@ def views_of_what_is_no_part_of_a_layer_are_told(_: Path) -> None:
     assert len(told) == 1 and "row of layer '3'" in told[0] and "table of layer '1'" in told[0], told
 
 
+class Embedded(nn.Module):
+    def __init__(self, table: nn.Linear) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table(x)
+
+
+class Unembedded(nn.Module):
+    """Looks at the weight of another layer, as the head of a public program."""
+
+    def __init__(self, table: nn.Linear) -> None:
+        super().__init__()
+        self.linear, self.turned = nn.Linear(8, 8), table.weight.t()  # of 8 rows
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x @ self.turned.t())
+
+
+def a_view_of_a_weight_that_trains_elsewhere_is_as_it_was(_: Path) -> None:
+    """The layer came to the rank where that weight trains, and its view trained along with it."""
+
+    def losses(boundaries: list[int] | None) -> list[float]:
+        torch.manual_seed(3)
+        table, data = nn.Linear(8, WIDTH), batches(3)
+        between = [LayerSpec(Block, WIDTH) for _ in range(4)]
+        ends = [LayerSpec(nn.Linear, WIDTH, WIDTH), LayerSpec(Unembedded, table), LayerSpec(nn.Linear, 8, 4)]
+        engine, _, _ = start([LayerSpec(Embedded, table), *between, *ends], [0, 4, 8], optimizer=adam)
+        if boundaries is not None:
+            engine.recut(boundaries)
+        return train(engine, data)
+
+    same(losses([0, 7, 8]), losses(None))
+
+
 class LooksAhead(torch.optim.Optimizer):
     """Has the groups and the state of another optimizer, and none of what ``Optimizer.__init__`` makes."""
 
@@ -2383,7 +2419,7 @@ CASES = [
     layers_that_ask_for_their_rank_when_built_are_named,
     a_tensor_that_is_returned_twice, tensors_of_one_memory, views_of_a_layer_stay_views_where_it_moves,
     views_of_a_layer_in_a_checkpoint_of_another_cut,
-    views_of_what_is_no_part_of_a_layer_are_told,
+    views_of_what_is_no_part_of_a_layer_are_told, a_view_of_a_weight_that_trains_elsewhere_is_as_it_was,
     what_an_optimizer_keeps_of_its_weights_goes_with_them, what_an_optimizer_keeps_for_all_stays,
     optimizers_that_see_a_part, schedules_that_see_a_part,
     layers_that_remember, results_in_caches_stay_where_a_layer_moves,

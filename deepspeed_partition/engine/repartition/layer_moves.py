@@ -36,6 +36,7 @@ from deepspeed_partition.engine.pipeline.stages import StagesModule, allocation_
 from deepspeed_partition.engine.pipeline.tied_copies import own_copies
 from deepspeed_partition.engine.repartition.one_memory import (
     lay_together,
+    leave_others,
     say_what_lies_outside,
     take_apart,
 )
@@ -330,6 +331,7 @@ def _receive(name: str, arriving: Arriving, rank: int, users: Counter[int]) -> N
     built, description = arriving.built[name], arriving.described[name]
     device = torch.device(get_accelerator().current_device_name())
     tensors = tensors_by_name(built)
+    leave_others(tensors_in(built))
     take_apart(tensors_in(built), description.memories)
     for info in description.tensors:
         tensor = tensors[info.name]

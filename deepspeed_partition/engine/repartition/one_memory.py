@@ -205,6 +205,21 @@ def take_apart(found: Sequence[Found], memories: Sequence[Memory]) -> None:
             seen.add(memory_number)
 
 
+def leave_others(found: Sequence[Found]) -> None:
+    """Give attributes of a layer that are views of what is no part of it memory of their own.
+
+    A layer that is built anew here may look at a weight that trains here, where the rank that it comes from looked
+    at one that did not: it must go on with the values that it had, and hand no gradient to that weight.
+    """
+    known = {id(each.tensor) for each in found}
+    for each in found:
+        setters = [setter for setter in each.setters if setter is not None]
+        if len(setters) == len(each.setters) and _is_view_of_others(each.tensor, known):
+            own = each.tensor.detach().clone()
+            for setter in setters:
+                setter(own)
+
+
 def lay_together(found: Sequence[Found], memories: Sequence[Memory]) -> None:
     """Lay tensors of a layer, which have their values, into memories as where they come from."""
     by_place = {
@@ -304,14 +319,15 @@ def _other_of(inside: Sequence[Found], around: Sequence[tuple[str, Found]], know
         return f"{_shown(each)} of layer {layer!r}"
     if len(inside) > 1 and any(map(_is_turned, inside)):
         return f"{_shown(inside[1])}, and one of both is a conjugate"
-    alone = _num_holders_of_base(torch.zeros(2)[:1])
-    for each in inside:
-        base = each.tensor._base
-        is_others = base is not None and id(base) not in known
-        del base
-        if is_others and _num_holders_of_base(each.tensor) > alone:
-            return "a tensor that is not the layer's"
-    return None
+    return "a tensor that is not the layer's" if any(_is_view_of_others(e.tensor, known) for e in inside) else None
+
+
+def _is_view_of_others(tensor: torch.Tensor, known: Container[int]) -> bool:
+    """Whether a tensor is a view of one that is not known, and that somebody holds beside its views."""
+    base = tensor._base
+    is_others = base is not None and id(base) not in known
+    del base
+    return is_others and _num_holders_of_base(tensor) > _num_holders_of_base(torch.zeros(2)[:1])
 
 
 def _num_holders_of_base(view: torch.Tensor) -> int:
