@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from deepspeed_partition.kept_weights import Weights
 from deepspeed_partition.profiling.attributes import attributes_kept
 
 
 @contextmanager
 def stand_ins(
     modules: Sequence[nn.Module], device: torch.device, *, dtype: torch.dtype | None = None, trains: bool = True
-) -> Iterator[None]:
+) -> Iterator[Callable[[], Callable[[], None]]]:
     """Let ``modules`` train on copies of their parameters and buffers, which lie on ``device``.
 
     Args:
@@ -27,6 +28,10 @@ def stand_ins(
 
     The originals are put back untouched, wherever they live: no gradient, no running statistic, and no
     hook that an optimizer hung on a parameter has noticed anything. Sharing among parameters is kept.
+
+    Yields:
+        A function that notes the copies of parameters as they are before a run. It returns what gives them these
+        values again where a forward has written some, so that a second run begins like the first.
     """
     originals: list[tuple[nn.Module, str, torch.Tensor]] = []
     copies: dict[int, torch.Tensor] = {}
@@ -47,8 +52,14 @@ def stand_ins(
         for owner in owners:
             if isinstance(owner, nn.RNNBase):  # cuDNN wants the weights of an RNN side by side
                 owner.flatten_parameters()
+        values = {(owner, name): tensor for owner, name, tensor in originals}
+
+        def noted() -> Callable[[], None]:
+            weights = Weights(owners)
+            return lambda: weights.put_back(lambda number: values[weights.places[number][:2]])
+
         with attributes_kept(modules):
-            yield
+            yield noted
     finally:
         for owner, name, tensor in originals:
             setattr(owner, name, tensor)

@@ -9,15 +9,15 @@ else, has taken something from an earlier one. One that gives something else in 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
+from deepspeed_partition.kept_weights import weights_kept
 from deepspeed_partition.profiling.attributes import attributes_kept
-from lightning_madpipe.steps.module_state import buffer_values, buffers_restored
 from lightning_madpipe.steps.tensor_comparison import close
 
 Tensors = tuple[Tensor, ...]
@@ -64,12 +64,15 @@ def hand_over(
         assert function is not None
         copies = tuple(tensor.detach().clone() for tensor in given)
         torch.manual_seed(place)
-        outputs = function(copies[0] if len(copies) == 1 else copies)
+        with ExitStack() as stack:
+            for module in modules[place]:  # a function may read its weights without a call of it
+                stack.enter_context(running(module))
+            outputs = function(copies[0] if len(copies) == 1 else copies)
         return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
 
     everything = [module for group in modules for module in group]
-    kept = attributes_kept(everything), buffers_restored(buffer_values(everything))
-    with preserved_random_state(), torch.no_grad(), kept[0], kept[1]:
+    kept = attributes_kept(everything, buffers=True)
+    with preserved_random_state(), torch.no_grad(), kept, weights_kept(everything) as running:
         try:
             first = _in_order(run, number, some)
             _in_order(run, number, others)

@@ -152,6 +152,8 @@ class LayerCheck:
         self._left: dict[Left, None] = {}
         self._put_back: Callable[[], None] = lambda: None
         """Gives the module and the layers the attributes that they had before ``forward`` ran."""
+        self._put_weights_back: Callable[[], None] = lambda: None
+        """Gives the copies of weights the values that they had before ``forward`` ran, where it writes some."""
         self._besides: dict[Place | str, str] = {}
         """What ``forward`` does besides, in words: by the place that it sets, or by what it calls."""
         self._set_now: Callable[[], list[Place]] = list
@@ -270,7 +272,7 @@ class LayerCheck:
         with ExitStack() as stack:
             stack.callback(restore)
             if whole:
-                stack.enter_context(self._copies([self._module, *self._existing]))
+                self._put_weights_back = stack.enter_context(self._copies([self._module, *self._existing]))()
             else:
                 for layer in self._anchors():
                     stack.enter_context(self._alone(layer))
@@ -522,7 +524,9 @@ class LayerCheck:
         modules = [m for m in map(module_of, skipped) if m is not None]
         numbers = _random_numbers()
         with ExitStack() as stack:
-            if not whole:
+            if whole:
+                stack.callback(self._put_weights_back)
+            else:
                 stack.enter_context(self._copies(modules))
             stack.enter_context(buffers_restored(buffer_values(modules)))
             self._in_segment = True
@@ -608,6 +612,7 @@ class LayerCheck:
         restore_buffers(buffers)
         restore()
         self._put_back()  # what a layer counts begins again
+        self._put_weights_back()
         again = [_leaf(tensor, self._with_gradients) for tensor in self._arguments]
         try:
             sequence = self._run_layers(0, len(self._layers), _as_passed(again))
@@ -653,6 +658,8 @@ class LayerCheck:
         parts = [part for owner in (self._module, *self._existing) for part in owner.modules()]
         with modes(dict.fromkeys(parts, False)):
             restore_buffers(buffers)
+            self._put_back()
+            self._put_weights_back()
             restore = self._random_state()
             inputs = [_leaf(tensor, self._with_gradients) for tensor in self._arguments]
             with self._context():
@@ -735,7 +742,7 @@ class LayerCheck:
                     named.setdefault(w, f"{name} of layer {index}")
         return named
 
-    def _copies(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
+    def _copies(self, modules: Sequence[nn.Module]) -> AbstractContextManager[Callable[[], Callable[[], None]]]:
         return stand_ins(modules, self._device, dtype=self._dtype, trains=False)
 
     @contextmanager

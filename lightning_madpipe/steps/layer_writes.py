@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from deepspeed_partition.code_names import STEPS, CodeSearch, forward_of, function_of
 from deepspeed_partition.engine.runtime.first_failure import in_words
 from deepspeed_partition.engine.runtime.random_state import random_state
+from deepspeed_partition.kept_weights import Running, weights_kept
 from deepspeed_partition.profiling.attributes import attributes_kept, attributes_of
 from deepspeed_partition.profiling.isolation import stand_ins
 from lightning_madpipe.finding.captured_calls import CapturedCalls
@@ -107,6 +108,8 @@ class LayerWrites:
         # By identity: the hash of a metric changes with what it keeps.
         self._names = {id(part): f"self.{name}" for name, part in module.named_modules() if name}
         self._functions = [function_of_layer(layer) for layer in call.layers]
+        self._running: Running = lambda _: nullcontext()
+        """Gives the context in which a module's ``forward`` is run without a call of the module."""
 
     def found(self, micro_batch: MicroBatch, *, device: torch.device, dtype: torch.dtype | None) -> Found:
         """Look at the step of a micro-batch, within a rehearsal.
@@ -130,7 +133,8 @@ class LayerWrites:
                     return Found()
                 stack.enter_context(stand_ins(self._layers, device, dtype=dtype, trains=False))
             else:
-                stack.enter_context(attributes_kept(self._layers))
+                stack.enter_context(attributes_kept(self._layers, buffers=True))
+                self._running = stack.enter_context(weights_kept([self._module, *self._layers]))
             stack.enter_context(buffers_restored(buffer_values(self._layers)))
             return self._looked_at(micro_batch, beside, own)
 
@@ -235,7 +239,7 @@ class LayerWrites:
         if path is not None:
             assert isinstance(captured.now, CapturedCalls)
             target = captured.now.modules[path]
-        with called_as_written(target):
+        with called_as_written(target), self._running(target):
             return target.forward(*arguments, **keywords)
 
     def shown(self, part: nn.Module) -> str:

@@ -29,7 +29,7 @@ import pickle
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -175,7 +175,8 @@ def layers_on_parts(
             name, shown = _in_words(place, layer, names)
             look = _Look(name, shown, function, modules, found, needed, names, _number_of(samples), given)
             try:
-                with stand_ins(modules, device, dtype=dtype, trains=False):
+                with stand_ins(modules, device, dtype=dtype, trains=False) as noted:
+                    look.put_weights_back = noted()
                     behind, parts_behind = look.at(passed, parts)
                     needed = look.needed_behind
                     # What is found in a model is written down with what it writes.
@@ -384,6 +385,8 @@ class _Look:
         self._names, self._num_samples, self._given = names, num_samples, given
         self._name, self.shown, self._function = name, shown, function
         self._modules, self._found, self._needed = modules, found, needed
+        self.put_weights_back: Callable[[], None] = lambda: None
+        """Gives the copies of weights that the layer has written the values that they had."""
         self.needed_behind: tuple[bool, ...] = ()
         """Whether training needs the gradient of each output."""
         inside = [part for module in modules for part in module.modules()]
@@ -465,10 +468,19 @@ class _Look:
         """Return what the layer makes of ``inputs``, whether it draws, and where random numbers are then."""
         restore()
         begin = torch_state()
-        with attributes_kept(self._modules, buffers=True):
+        with self._state_kept():
             outputs = self._called(inputs)
         end = torch_state()
         return outputs, begin != end, end
+
+    @contextmanager
+    def _state_kept(self) -> Iterator[None]:
+        """Put back what the layer changes of its attributes, buffers and weights."""
+        with attributes_kept(self._modules, buffers=True):
+            try:
+                yield
+            finally:
+                self.put_weights_back()
 
     def _called(self, inputs: Tensors) -> Tensors:
         _, outputs = self._recorded(inputs)
@@ -515,11 +527,11 @@ class _Look:
         run = BackwardRun(self._recorded, restore, parameters)
 
         def run_anew(inputs: Tensors, directions: Directions) -> Gradients:
-            with attributes_kept(self._modules, buffers=True):
+            with self._state_kept():
                 return run(inputs, directions)
 
         try:
-            with attributes_kept(self._modules, buffers=True):
+            with self._state_kept():
                 first = run(passed, ways[1].directions())
                 between_runs = dict(self._kept())
                 second = run(passed, ways[1].directions())
@@ -537,7 +549,7 @@ class _Look:
     def _look_at_decisions(self, passed: Tensors, restore: Callable[[], None]) -> None:
         restore()
         try:
-            with attributes_kept(self._modules, buffers=True), torch.no_grad():
+            with self._state_kept(), torch.no_grad():
                 lines = lines_that_decide(self._recorded, passed)
         except Exception:  # code that runs on nothing but plain tensors is not watched
             return
@@ -585,7 +597,7 @@ class _Look:
     def _look_twice(self, inputs: Tensors, restore: Callable[[], None]) -> bool:
         """Name what the layer keeps from one run to the next; return whether that can be put back."""
         restore()
-        with attributes_kept(self._modules, buffers=True):
+        with self._state_kept():
             before = dict(self._kept())
             first = self._called(inputs)
             between = dict(self._kept())

@@ -16,6 +16,7 @@ from deepspeed_partition.engine import MadPipeEngine, PipelineModule
 from deepspeed_partition.engine.pipeline.drawn_data import Originals, OwnMemory
 from deepspeed_partition.engine.runtime.collectives import raise_first, raised_together
 from deepspeed_partition.engine.runtime.first_failure import in_words, is_raised_by_all
+from deepspeed_partition.kept_weights import weights_kept
 from deepspeed_partition.planner.weight_versions import FLUSH
 from deepspeed_partition.profiling.attributes import attributes_kept
 from lightning_madpipe.compat.logged_values import note_waiting_batches
@@ -366,6 +367,7 @@ class BatchRunner:
             self.steps.rehearsal(),
             prints_asked(lambda _: False),
             attributes_kept(layers, buffers=True),
+            weights_kept(layers),
         ):
             try:
                 with self._followed(run):

@@ -484,5 +484,77 @@ def handed_on(host: Host) -> dict[str, Any]:
     return {"rows": recorder.rows, "aux": float(trainer.callback_metrics["aux_epoch"])}
 
 
-SAME_AS_SINGLE: dict[int, list[Callable[[Host], Any]]] = {2: [handed_on], 4: []}
+class SetsWeights(nn.Module):
+    """Halves its weight in its first call, and notes that it has, as data-dependent initialization does.
+
+    Args:
+        notes: Where it notes it.
+    """
+
+    def __init__(self, notes: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(cases.WIDTH, cases.WIDTH) / 3)
+        self.notes, self.is_ready = notes, False
+        self.register_buffer("ready", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_ready and self.ready.item() == 0:
+            if self.notes == "attribute":
+                self.weight.data.mul_(0.5)  # which torch does not count
+                self.is_ready = True
+            elif self.notes == "buffer":
+                with torch.no_grad():
+                    self.weight.mul_(0.5)
+                self.ready += 1
+            else:
+                self.weight.data = self.weight.data * 0.5
+                self.ready = self.ready + 1
+        return torch.tanh(x @ self.weight)
+
+
+class SetsInSequence(Module):
+    def __init__(self, notes: str) -> None:
+        super().__init__(nothing)
+        first, *_, last = self.net
+        self.net = nn.Sequential(first, *(SetsWeights(notes) for _ in range(3)), last)
+
+
+class SetsInFoundLayers(SetsInSequence):
+    def __init__(self, notes: str) -> None:
+        super().__init__(notes)
+        self.net = Net(self.net)
+
+
+class SetsInNamedLayers(SetsInFoundLayers):
+    def pipeline_layers(self) -> list[Any]:
+        return list(self.net.parts)
+
+
+SETS_WEIGHTS = {
+    "one nn.Sequential, a buffer": (SetsInSequence, "buffer"),
+    "one nn.Sequential, a new buffer": (SetsInSequence, "new buffer"),
+    "one nn.Sequential, an attribute": (SetsInSequence, "attribute"),
+    "layers that are found, a buffer": (SetsInFoundLayers, "buffer"),
+    "layers that are found, a new buffer": (SetsInFoundLayers, "new buffer"),
+    "layers that are named, a buffer": (SetsInNamedLayers, "buffer"),
+    "layers that are named, an attribute": (SetsInNamedLayers, "attribute"),
+}
+"""Modules whose layers set weights in their first call, and where these note that they have."""
+
+
+def weights_set_once(host: Host) -> dict[str, Any]:
+    """Losses and weights of layers that set weights when they are first called."""
+
+    def fit(name: str) -> dict[str, Any]:
+        build, notes = SETS_WEIGHTS[name]
+        recorder = cases.Recorder()
+        module = seeded(lambda: build(notes))
+        with lines() as said:
+            trained(host, module, recorder, data=cases.loader(32), max_epochs=1, strategy={"algorithm": [0, 2, 5]})
+        return {"rows": recorder.rows, "said": [line for line in said if "depends on the others" in line]}
+
+    return run_chosen({name: lambda name=name: fit(name) for name in SETS_WEIGHTS})
+
+
+SAME_AS_SINGLE: dict[int, list[Callable[[Host], Any]]] = {2: [handed_on, weights_set_once], 4: []}
 ONLY_PIPELINE: dict[int, list[Callable[[Host], Any]]] = {2: [said_of_layers, said_of_predictions], 4: []}

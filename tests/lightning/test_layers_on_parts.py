@@ -595,3 +595,35 @@ def test_layers_that_change_what_the_step_gives_them_in_place_are_named():
     assert names(Layer(lambda m, x: m.linear(x.t_().t_()))) == ["self.net.0 (Layer)"]
     assert names(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), scaled) == []
     assert names(Layer(lambda m, x: x.clone().mul_(2)), nn.Dropout(0.0), scaled) == []
+
+
+class SetsWeights(nn.Linear):
+    """Sets its parameters in the first call: one in place, and another one anew."""
+
+    is_ready = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_ready:
+            with torch.no_grad():
+                self.weight.mul_(0.5)
+            self.bias = nn.Parameter(self.bias + 1)
+            self.is_ready = True
+        return super().forward(x)
+
+
+class Grows(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data.mul_(2)
+        return super().forward(x)
+
+
+def test_layers_that_set_weights_in_their_first_call_do_not_mix_samples() -> None:
+    """Each run set them anew, and so gave something else: they were said to mix samples."""
+    layer = SetsWeights(WIDTH, WIDTH)
+    assert looked_at((4, WIDTH), 0, [nn.Linear(WIDTH, WIDTH), layer, nn.Tanh()]) == OnParts()
+    assert not layer.is_ready
+
+
+def test_weights_that_change_in_each_call_are_kept() -> None:
+    found = looked_at((4, WIDTH), 0, [nn.Linear(WIDTH, WIDTH), Grows(WIDTH, WIDTH), nn.Tanh()])
+    assert found == OnParts(keeping=["something in self.net.1 (Grows)"])

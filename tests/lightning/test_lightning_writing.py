@@ -306,3 +306,22 @@ def test_nothing_is_told_of_what_no_step_and_no_hook_reads(two: Records, kind: s
 def test_what_a_layer_hands_on_with_its_output_is_what_it_is_in_one_process(two: Records) -> None:
     for rank in two.ranks:
         assert_same(rank["handed_on"], two.reference["handed_on"])
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "one nn.Sequential, a buffer", "one nn.Sequential, a new buffer", "one nn.Sequential, an attribute",
+        "layers that are found, a buffer", "layers that are found, a new buffer",
+        "layers that are named, a buffer", "layers that are named, an attribute",
+    ],
+)  # fmt: skip
+def test_weights_that_layers_set_in_their_first_call_are_set_once(two: Records, kind: str) -> None:
+    """Looks at layers before the first step set them, too, and put back that they had: they were set twice.
+
+    So the loss was another one from the first step, layers were said to mix samples, and those that were found
+    were refused.
+    """
+    for rank in two.ranks:
+        assert_same(rank["weights_set_once"][kind], two.reference["weights_set_once"][kind])
+        assert rank["weights_set_once"][kind]["said"] == []

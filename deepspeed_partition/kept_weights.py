@@ -1,0 +1,151 @@
+"""Values of parameters that a forward writes, put back after a run that trains nothing.
+
+Layers may set weights in their first forward: data-dependent initialization as in ActNorm, a normalized or masked
+weight, a step size that is worked out once. A run that only looks at layers puts their counters back, so it has to
+put these values back, too: else they are set twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+
+from deepspeed_partition.tensor_values import put_back
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MOST_BYTES = 2**28
+"""Bytes of a module's weights up to which they are copied together while it runs; of a larger one, each part."""
+
+Running: TypeAlias = Callable[[nn.Module], AbstractContextManager[None]]
+
+
+class Place(NamedTuple):
+    """A parameter as it was, and where it stood."""
+
+    owner: nn.Module
+    name: str
+    weight: nn.Parameter
+    data: torch.Tensor
+    """The memory that it had; its values may have been written since."""
+
+    @property
+    def is_left(self) -> bool:
+        return self.owner._parameters.get(self.name) is not self.weight
+
+    def put_back(self, values: torch.Tensor) -> None:
+        """Let the parameter have the place, the memory and the values that it had."""
+        if self.is_left:
+            self.owner._parameters[self.name] = self.weight
+        if self.weight.data_ptr() != self.data.data_ptr() or self.weight.shape != self.data.shape:
+            self.weight.data = self.data
+        put_back(self.weight, values.detach().to(self.weight.device, self.weight.dtype))
+
+
+class Weights:
+    """The parameters of modules, as they are now, to tell later which have been written."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.places = [
+            Place(owner, name, weight, weight.data)
+            for owner in modules
+            for name, weight in owner._parameters.items()
+            if weight is not None
+        ]
+        self._marks = self._marked()
+
+    def written(self) -> list[int]:
+        """The numbers of the places whose parameter has been written, or replaced, since."""
+        now = zip(self.places, self._marks, self._marked(), strict=True)
+        return [number for number, (place, was, mark) in enumerate(now) if was != mark or place.is_left]
+
+    def put_back(self, values: Callable[[int], torch.Tensor]) -> None:
+        """Give those that have been written the values that they had.
+
+        Args:
+            values: Gives the values for the place of a number, of any type and on any device.
+        """
+        written = self.written()
+        for number in written:
+            self.places[number].put_back(values(number))
+        if written:
+            self._marks = self._marked()
+
+    def _marked(self) -> list[Any]:
+        return _marks([place.weight for place in self.places])
+
+
+@contextmanager
+def weights_kept(modules: Iterable[nn.Module]) -> Iterator[Running]:
+    """Put the weights of ``modules`` back afterwards that these write while they run.
+
+    A module is copied while it runs, with those in it if all are small. Copies stay of weights that were written.
+
+    Yields:
+        A function that gives the context in which code runs as a module whose ``forward`` is not called by torch.
+    """
+    parts = {id(part): part for module in modules for part in module.modules()}
+    kept: dict[int, tuple[Place, torch.Tensor]] = {}
+    is_copied = False
+    call = nn.Module.__call__
+
+    @contextmanager
+    def running(part: nn.Module) -> Iterator[None]:
+        nonlocal is_copied
+        if is_copied or id(part) not in parts:
+            yield
+            return
+        is_small = sum(weight.nbytes for weight in part.parameters()) <= _MOST_BYTES
+        weights = Weights(part.modules() if is_small else [part])
+        copies = [place.weight.detach().clone() for place in weights.places]
+        is_copied = is_small
+        try:
+            yield
+        finally:
+            is_copied = False
+            for number in weights.written():
+                place = weights.places[number]
+                kept.setdefault(id(place.weight), (place, copies[number]))
+
+    def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return call(module, *args, **kwargs)
+        with running(module):
+            return call(module, *args, **kwargs)
+
+    try:
+        type.__setattr__(nn.Module, "__call__", called)
+        yield running
+    finally:
+        type.__setattr__(nn.Module, "__call__", call)
+        for place, values in kept.values():
+            place.put_back(values)
+
+
+def _marks(weights: Sequence[torch.Tensor]) -> list[Any]:
+    """What tells whether each has been written: torch does not count what is written through ``.data``."""
+    sums = [_sum_of_bits(weight.data) for weight in weights]
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for number in sums:
+        if number is not None:
+            by_device.setdefault(number.device, []).append(number)
+    read = {device: iter(torch.stack(numbers).tolist()) for device, numbers in by_device.items()}
+    return [
+        (
+            None if weight.is_inference() else weight._version,
+            weight.shape,
+            None if number is None else (weight.data_ptr(), next(read[number.device])),
+        )
+        for weight, number in zip(weights, sums, strict=True)
+    ]
+
+
+def _sum_of_bits(values: torch.Tensor) -> torch.Tensor | None:
+    """The sum of the elements' bits, as integers; None for tensors of other kinds."""
+    if type(values) is not torch.Tensor or values.layout is not torch.strided or values.is_meta:
+        return None
+    values = torch.view_as_real(values) if values.is_complex() else values
+    return values.view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)
