@@ -633,7 +633,7 @@ class UserSteps:
             gained: How many numbers and texts lists have gained for the batch, by name.
             size: Samples of the batch.
         """
-        told = {name.partition("[")[0] for name in left_out}  # without the key of an item
+        told = {*left_out, *(name.partition("[")[0] for name in left_out)}  # also without the key of an item
         changes = list(changes)
         self._alike |= {change.place for change in changes if left_alike.is_followed(change)}
         self._alike = {place for place in self._alike if str(place) not in told}
