@@ -79,10 +79,15 @@ class Weights:
 
 
 @contextmanager
-def weights_kept(modules: Iterable[nn.Module]) -> Iterator[Running]:
+def weights_kept(
+    modules: Iterable[nn.Module], is_wanted: Callable[[nn.Module], bool] = lambda _: True
+) -> Iterator[Running]:
     """Put the weights of ``modules`` back afterwards that these write while they run.
 
     A module is copied while it runs, with those in it if all are small. Copies stay of weights that were written.
+
+    Args:
+        is_wanted: Whether the weights of a module itself are put back, at the end; left out: those of all.
 
     Yields:
         A function that gives the context in which code runs as a module whose ``forward`` is not called by torch.
@@ -122,7 +127,8 @@ def weights_kept(modules: Iterable[nn.Module]) -> Iterator[Running]:
     finally:
         type.__setattr__(nn.Module, "__call__", call)
         for place, values in kept.values():
-            place.put_back(values)
+            if is_wanted(place.owner):
+                place.put_back(values)
 
 
 def _marks(weights: Sequence[torch.Tensor]) -> list[Any]:

@@ -28,6 +28,7 @@ from deepspeed_partition.capture.model_layers import Layers, TiedLayer, fill
 from deepspeed_partition.capture.program import ShapeError
 from deepspeed_partition.capture.recorder import DECIDES, CaptureError, DrawsApartError, patched
 from deepspeed_partition.capture.structure import Structure, build, flatten, holds_tensors, names_of
+from deepspeed_partition.kept_weights import weights_kept
 from deepspeed_partition.tensor_values import put_back
 
 WAY_OUT = (
@@ -597,7 +598,6 @@ def _calls_of(model: nn.Module, args: Any, kwargs: Any) -> tuple[dict[str, list[
     names = {id(module): name for name, module in model.named_modules() if module is not model}
     calls: dict[str, list[Any]] = {}
     recomputed: set[str] = set()
-    call = nn.Module.__call__
 
     def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = flatten((args, kwargs))
@@ -608,8 +608,10 @@ def _calls_of(model: nn.Module, args: Any, kwargs: Any) -> tuple[dict[str, list[
             calls.setdefault(names[id(module)], []).append((names[id(module)], given, flatten(returned)))
         return returned
 
-    with _put_back(model), patched(nn.Module, "__call__", called):
-        returned = call(model, *args, **kwargs)
+    with _put_back(model):
+        call = nn.Module.__call__
+        with patched(nn.Module, "__call__", called):
+            returned = call(model, *args, **kwargs)
     return calls, returned, recomputed
 
 
@@ -624,12 +626,23 @@ def _is_under_checkpoint(frame: FrameType | None) -> bool:
 
 @contextmanager
 def _put_back(model: nn.Module) -> Iterator[None]:
-    """Put back the random numbers and buffers that a run with data changes."""
+    """Put back the random numbers and buffers that a run with data changes.
+
+    So are weights that a module writes which changes a buffer of its own, as where it notes that they are set.
+    """
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    values = {id(buffer): value for buffer, value in buffers}
+
+    def notes(owner: nn.Module) -> bool:
+        own = owner.buffers(recurse=False)
+        known = [(buffer, values[id(buffer)]) for buffer in own if id(buffer) in values]
+        return any(buffer.shape != value.shape or not torch.equal(buffer, value) for buffer, value in known)
+
     devices = sorted({tensor.device.index or 0 for tensor in model.parameters() if tensor.is_cuda})
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         try:
-            yield
+            with weights_kept([model], notes):
+                yield
         finally:
             for buffer, value in buffers:
                 put_back(buffer, value)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from deepspeed_partition.capture import CaptureError
 from deepspeed_partition.engine.captured_model import layers_of_elements
 from deepspeed_partition.engine.pipeline.shared_weights import TiedModule
+from deepspeed_partition.kept_weights import weights_kept
 from lightning_madpipe.finding.captured_call import (
     DECIDES_APART,
     CapturedCall,
@@ -60,6 +61,7 @@ class CoarseCall(CapturedCall):
         with ExitStack() as stack:
             kinds = stack.enter_context(without_caches(model))
             stack.enter_context(self._undone())
+            stack.enter_context(weights_kept([model]))
             for name in SILENT:
                 if hasattr(model, name):
                     stack.enter_context(replaced(model, name, do_nothing))
