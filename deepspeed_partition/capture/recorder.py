@@ -116,6 +116,10 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
+SETS_ONCE = (
+    "its forward() changes the weight {weight} and notes that in the attribute {flag}; written down, it would "
+    "change it in every call: note it in a buffer, as in self.register_buffer('ready', torch.tensor(0))"
+)
 _SHAPE: Any = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _SIZE = torch.Tensor.size
 _STRIDE, _LENGTH = torch.Tensor.stride, torch.Tensor.__len__
@@ -294,6 +298,7 @@ class Tape:
 
     def _function_called(self, func: Any, given: Template, effects: Effects, out: Any) -> None:
         leaves, _ = flatten(out)
+        self.weights.written |= effects.mutated & self.weights.of_storage.keys()
         effects.mutated &= self._known_storages | self.weights.of_storage.keys()
         if not effects.mutated and not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return
@@ -727,9 +732,12 @@ def _record(
     quiet.setLevel(logging.CRITICAL)
     try:
         with torch.random.fork_rng(devices=[]), tape.weights.in_place():
-            return tape.run(args, kwargs)
+            recording = tape.run(args, kwargs)
     finally:
         quiet.setLevel(level)
+    for path, weight, flag in tape.weights.set_once:
+        raise CaptureError(SETS_ONCE.format(weight=f"{path}.{weight}", flag=f"{path}.{flag}"))
+    return recording
 
 
 def device_of(model: nn.Module, args: Any, kwargs: Any) -> torch.device:

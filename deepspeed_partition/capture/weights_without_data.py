@@ -13,6 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deepspeed_partition.capture.without_data import forget_fakes
 
+FLAGS = (bool, int, float, str)
+"""The types of attributes by which a layer may note that it has set its weights."""
+
 
 @dataclass(frozen=True, slots=True)
 class State:
@@ -48,6 +51,10 @@ class WeightsWithoutData:
         """The model's own tensors."""
         self.of_storage: dict[int, str] = {}
         """The names of those whose stand-ins have a storage."""
+        self.written: set[int] = set()
+        """The storages that the model's code writes to."""
+        self.set_once: list[tuple[str, str, str]] = []
+        """The modules that write to a weight of theirs and to a plain attribute: their path, the names of both."""
         self.dtypes: dict[str, torch.dtype] = {}
         self.first_names: dict[str, str] = {}
 
@@ -74,8 +81,31 @@ class WeightsWithoutData:
         finally:
             for table, name, tensor in places:
                 table[name] = tensor
-            for module, before in zip(self._model.modules(), attributes, strict=False):
+            for (path, module), before in zip(self._model.named_modules(), attributes, strict=False):
                 forget_fakes(module, before)
+                self._put_flags_back(path, module, before)
+
+    def _put_flags_back(self, path: str, module: nn.Module, before: dict[str, Any]) -> None:
+        """Let a module that has written to what stands for a weight of its own have the flags that it had.
+
+        Such as one by which it notes that it has set the weight, which itself is as it was.
+        """
+        weights = [
+            name
+            for name, weight in module._parameters.items()
+            if weight is not None and storage_of(self._stand_ins[id(weight)]) in self.written
+        ]
+        changed = [
+            name
+            for name, value in vars(module).items()
+            if type(value) in FLAGS and (name not in before or before[name] != value)
+        ]
+        for name in changed if weights else ():
+            self.set_once.append((path, weights[0], name))
+            if name in before:
+                setattr(module, name, before[name])
+            else:
+                delattr(module, name)
 
     def _add(self, full: str, tensor: torch.Tensor) -> None:
         dtype = self.dtypes[full] = self._state.dtype_of(full, tensor)
@@ -118,7 +148,14 @@ class WeightsWithoutData:
             yield
         finally:
             for table, name, tensor in places:
+                if self._is_written(tensor, table[name]):
+                    self.written.add(storage_of(tensor))
                 table[name] = tensor
+
+    def _is_written(self, stand_in: torch.Tensor, copy: torch.Tensor) -> bool:
+        real = self.by_name[self._name_of[id(stand_in)]]
+        is_known = isinstance(stand_in, nn.Parameter) and not real.is_meta and isinstance(copy, torch.Tensor)
+        return is_known and not torch.equal(real.detach().to(stand_in.dtype), copy.detach())
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -549,8 +549,10 @@ SETS_WEIGHTS = {
     "one nn.Sequential, an attribute": (SetsInSequence, "attribute"),
     "layers that are found, a buffer": (SetsInFoundLayers, "buffer"),
     "layers that are found, a new buffer": (SetsInFoundLayers, "new buffer"),
+    "layers that are found, an attribute": (SetsInFoundLayers, "attribute"),
     "elements, a buffer": (SetsInElements, "buffer"),
     "elements, a new buffer": (SetsInElements, "new buffer"),
+    "elements, an attribute": (SetsInElements, "attribute"),
     "layers that are named, a buffer": (SetsInNamedLayers, "buffer"),
     "layers that are named, an attribute": (SetsInNamedLayers, "attribute"),
 }
