@@ -52,6 +52,7 @@ class Weights:
         self.places = [
             Place(owner, name, weight, weight.data)
             for owner in modules
+            if not isinstance(owner, torch.jit.ScriptModule)  # which makes new objects of its parameters each time
             for name, weight in owner._parameters.items()
             if weight is not None
         ]

@@ -28,6 +28,7 @@ from deepspeed_partition.capture.model_layers import Layers, TiedLayer, fill
 from deepspeed_partition.capture.program import ShapeError
 from deepspeed_partition.capture.recorder import DECIDES, CaptureError, DrawsApartError, patched
 from deepspeed_partition.capture.structure import Structure, build, flatten, holds_tensors, names_of
+from deepspeed_partition.capture.weights_without_data import flags_of, put_flags_back
 from deepspeed_partition.kept_weights import weights_kept
 from deepspeed_partition.tensor_values import put_back
 
@@ -628,15 +629,21 @@ def _is_under_checkpoint(frame: FrameType | None) -> bool:
 def _put_back(model: nn.Module) -> Iterator[None]:
     """Put back the random numbers and buffers that a run with data changes.
 
-    So are weights that a module writes which changes a buffer of its own, as where it notes that they are set.
+    So are weights that a module writes which changes a buffer or a flag of its own, as where it notes that they
+    are set, and that flag.
     """
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     values = {id(buffer): value for buffer, value in buffers}
 
+    flags = {module: flags_of(module) for module in model.modules()}
+
     def notes(owner: nn.Module) -> bool:
         own = owner.buffers(recurse=False)
         known = [(buffer, values[id(buffer)]) for buffer in own if id(buffer) in values]
-        return any(buffer.shape != value.shape or not torch.equal(buffer, value) for buffer, value in known)
+        in_flags = put_flags_back(owner, flags.get(owner, {}))
+        return bool(in_flags) or any(
+            buffer.shape != value.shape or not torch.equal(buffer, value) for buffer, value in known
+        )
 
     devices = sorted({tensor.device.index or 0 for tensor in model.parameters() if tensor.is_cuda})
     with torch.random.fork_rng(devices=devices), torch.no_grad():

@@ -17,6 +17,22 @@ FLAGS = (bool, int, float, str)
 """The types of attributes by which a layer may note that it has set its weights."""
 
 
+def flags_of(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module by which it may note that it has set its weights."""
+    return {name: value for name, value in vars(module).items() if type(value) in FLAGS}
+
+
+def put_flags_back(module: nn.Module, before: dict[str, Any]) -> list[str]:
+    """Let a module have the flags that it had; return the names of those that it had set since."""
+    changed = [name for name, value in flags_of(module).items() if name not in before or before[name] != value]
+    for name in changed:
+        if name in before:
+            setattr(module, name, before[name])
+        else:
+            delattr(module, name)
+    return changed
+
+
 @dataclass(frozen=True, slots=True)
 class State:
     """What a recording depends on besides the arguments: the types of weights, and autocast."""
@@ -95,17 +111,8 @@ class WeightsWithoutData:
             for name, weight in module._parameters.items()
             if weight is not None and storage_of(self._stand_ins[id(weight)]) in self.written
         ]
-        changed = [
-            name
-            for name, value in vars(module).items()
-            if type(value) in FLAGS and (name not in before or before[name] != value)
-        ]
-        for name in changed if weights else ():
-            self.set_once.append((path, weights[0], name))
-            if name in before:
-                setattr(module, name, before[name])
-            else:
-                delattr(module, name)
+        if weights:
+            self.set_once += [(path, weights[0], name) for name in put_flags_back(module, before)]
 
     def _add(self, full: str, tensor: torch.Tensor) -> None:
         dtype = self.dtypes[full] = self._state.dtype_of(full, tensor)

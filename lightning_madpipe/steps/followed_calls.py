@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from deepspeed_partition.capture import CaptureError
 from deepspeed_partition.dropped_writing import prints_asked
-from deepspeed_partition.kept_weights import weights_kept
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.finding.captured_call import CapturedCall, OtherCallError, kind_of_sizes
 from lightning_madpipe.finding.captured_calls import CapturedCalls
@@ -105,15 +104,14 @@ def without_data_undone(module: Any, lightning: Lightning) -> Iterator[None]:
 def undone(module: Any, lightning: Lightning) -> Iterator[None]:
     """A context after which a module has the attributes that it had, and its generators are where they were.
 
-    So are its weights, which a layer may set when it is first called, and those are trained that were: a step that
-    ends at its first call may have frozen them up to there.
+    So are its weights trained that were: a step that ends at its first call may have frozen them up to there.
     """
     of_host = vars(lightning.module_class())
     with OwnGenerators(module, of_host, lightning.refusal).rehearsal():
         trained_before = [(weight, weight.requires_grad) for weight in module.parameters()]
         before = Leftovers(module, of_host, undoable=True)  # which keeps iterators that can be put back
         try:
-            with _apart(module), weights_kept([module]):
+            with _apart(module):
                 yield
         finally:
             before.undo()

@@ -159,7 +159,9 @@ def test_hosts_of_renumbered_devices_are_others(monkeypatch):
 
 def test_options_go_before_what_was_measured_of_links():
     link = Link(bandwidth=1e9, latency_seconds=0.0, duplex="full", port_bandwidth=2e8, devices_per_port=2)
-    reports = [SimpleNamespace(training_bytes=4, weight_bytes=1, memory_bytes=100, needs=None)] * 4
+    reports = [
+        SimpleNamespace(training_bytes=4, weight_bytes=1, memory_bytes=100, workspace_bytes=0, needs=None)
+    ] * 4
 
     def shared(link, **options):
         made = run_plan._platform(Options(**options), reports, (), link)

@@ -566,7 +566,9 @@ def weights_set_once(host: Host) -> dict[str, Any]:
         build, notes = SETS_WEIGHTS[name]
         recorder = cases.Recorder()
         module = seeded(lambda: build(notes))
-        cut = [0, 3, 7] if build is SetsInElements else [0, 2, 5]  # with the code around them
+        # Cut between its elements, with the code around them: so is what is noted in an attribute.
+        is_of_elements = build is SetsInElements or name == "layers that are found, an attribute"
+        cut = [0, 3, 7] if is_of_elements else [0, 2, 5]
         with lines() as said:
             trained(host, module, recorder, data=cases.loader(32), max_epochs=1, strategy={"algorithm": cut})
         return {"rows": recorder.rows, "said": [line for line in said if "depends on the others" in line]}

@@ -312,8 +312,8 @@ def test_what_a_layer_hands_on_with_its_output_is_what_it_is_in_one_process(two:
     "kind",
     [
         "one nn.Sequential, a buffer", "one nn.Sequential, a new buffer", "one nn.Sequential, an attribute",
-        "layers that are found, a buffer", "layers that are found, a new buffer", "elements, a buffer",
-        "elements, a new buffer",
+        "layers that are found, a buffer", "layers that are found, a new buffer",
+        "layers that are found, an attribute", "elements, a buffer", "elements, a new buffer",
         "elements, an attribute",
         "layers that are named, a buffer", "layers that are named, an attribute",
     ],

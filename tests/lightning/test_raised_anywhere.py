@@ -53,6 +53,9 @@ class Model(nn.Module):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         self._trainer = self.trainer = SimpleNamespace(
             optimizers=[optimizer],
+            current_epoch=0,
+            global_step=0,
+            state=SimpleNamespace(stage=None),
             loggers=["its own"],
             should_stop=False,
             strategy=SimpleNamespace(rank_in_step=None),
