@@ -20,6 +20,9 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_BYTES = 2**28
 """Bytes of a module's weights up to which they are copied together while it runs; of a larger one, each part."""
 
+WRITTEN: dict[str, None] = {}
+"""The weights that a forward has written while it was looked at, by name and class of the module."""
+
 Running: TypeAlias = Callable[[nn.Module], AbstractContextManager[None]]
 
 
@@ -35,6 +38,10 @@ class Place(NamedTuple):
     @property
     def is_left(self) -> bool:
         return self.owner._parameters.get(self.name) is not self.weight
+
+    @property
+    def in_words(self) -> str:
+        return f"{self.name} of {type(self.owner).__name__}"
 
     def put_back(self, values: torch.Tensor) -> None:
         """Let the parameter have the place, the memory and the values that it had."""
@@ -71,6 +78,7 @@ class Weights:
         """
         written = self.written()
         for number in written:
+            WRITTEN.setdefault(self.places[number].in_words)
             self.places[number].put_back(values(number))
         if written:
             self._marks = self._marked()
@@ -128,6 +136,7 @@ def weights_kept(
     finally:
         type.__setattr__(nn.Module, "__call__", call)
         for place, values in kept.values():
+            WRITTEN.setdefault(place.in_words)
             if is_wanted(place.owner):
                 place.put_back(values)
 

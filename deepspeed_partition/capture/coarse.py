@@ -636,13 +636,17 @@ def _put_back(model: nn.Module) -> Iterator[None]:
     values = {id(buffer): value for buffer, value in buffers}
 
     flags = {module: flags_of(module) for module in model.modules()}
+    tables = [(module, dict(module._buffers.items())) for module in model.modules()]
 
     def notes(owner: nn.Module) -> bool:
         own = owner.buffers(recurse=False)
         known = [(buffer, values[id(buffer)]) for buffer in own if id(buffer) in values]
         in_flags = put_flags_back(owner, flags.get(owner, {}))
-        return bool(in_flags) or any(
-            buffer.shape != value.shape or not torch.equal(buffer, value) for buffer, value in known
+        is_new = any(id(buffer) not in values for buffer in owner.buffers(recurse=False))
+        return (
+            is_new
+            or bool(in_flags)
+            or any(buffer.shape != value.shape or not torch.equal(buffer, value) for buffer, value in known)
         )
 
     devices = sorted({tensor.device.index or 0 for tensor in model.parameters() if tensor.is_cuda})
@@ -651,6 +655,10 @@ def _put_back(model: nn.Module) -> Iterator[None]:
             with weights_kept([model], notes):
                 yield
         finally:
+            for module, table in tables:
+                for name, buffer in table.items():
+                    if not isinstance(module, torch.jit.ScriptModule) and module._buffers.get(name) is not buffer:
+                        module._buffers[name] = buffer
             for buffer, value in buffers:
                 put_back(buffer, value)
 

@@ -15,8 +15,9 @@ from deepspeed_partition.dropped_writing import prints_asked
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule
 from deepspeed_partition.engine.pipeline.drawn_data import Originals, OwnMemory
 from deepspeed_partition.engine.runtime.collectives import raise_first, raised_together
+from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.engine.runtime.first_failure import in_words, is_raised_by_all
-from deepspeed_partition.kept_weights import weights_kept
+from deepspeed_partition.kept_weights import WRITTEN, weights_kept
 from deepspeed_partition.planner.weight_versions import FLUSH
 from deepspeed_partition.profiling.attributes import attributes_kept
 from lightning_madpipe.compat.logged_values import note_waiting_batches
@@ -39,6 +40,7 @@ from lightning_madpipe.steps.followed_calls import follow_step, key_of
 from lightning_madpipe.steps.group_settings import GroupSettings
 from lightning_madpipe.steps.layer_comparison import LayerComparison
 from lightning_madpipe.steps.layer_structure import Structure
+from lightning_madpipe.steps.list_in_words import some
 from lightning_madpipe.steps.loss_mode import LossOfBatches
 from lightning_madpipe.steps.loss_signs import UntriedLossError
 from lightning_madpipe.steps.micro_batches import MicroBatch
@@ -47,6 +49,12 @@ from lightning_madpipe.steps.random_numbers import RandomNumbers
 from lightning_madpipe.steps.same_batches import SameBatches
 from lightning_madpipe.steps.step_results import StepResult
 from lightning_madpipe.steps.user_step import UserSteps
+
+SETS_WEIGHTS = (
+    "a layer's forward() writes to its weights ({weights}); it ran before the first step, to be looked at, and "
+    "was given them back. If it sets them in its first call alone, let that be before fit: call the model once in "
+    "__init__()"
+)
 
 
 class BatchRunner:
@@ -189,6 +197,8 @@ class BatchRunner:
         if self._group_settings is not None and (engine.may_move or engine.weight_versions != FLUSH):
             self._group_settings.compare()  # before layers go, and where no update waits for all ranks
         self._losses.prepare(window)
+        if WRITTEN:
+            warn_once("weights that a forward writes", SETS_WEIGHTS.format(weights=some(sorted(WRITTEN))))
         while not self._is_trained_on(window):
             self._losses.look_again(window)
         result = self._results[-1]
