@@ -634,19 +634,16 @@ def _put_back(model: nn.Module) -> Iterator[None]:
     """
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     values = {id(buffer): value for buffer, value in buffers}
-
-    flags = {module: flags_of(module) for module in model.modules()}
+    flags = {id(module): flags_of(module) for module in model.modules()}
     tables = [(module, dict(module._buffers.items())) for module in model.modules()]
 
     def notes(owner: nn.Module) -> bool:
-        own = owner.buffers(recurse=False)
-        known = [(buffer, values[id(buffer)]) for buffer in own if id(buffer) in values]
-        in_flags = put_flags_back(owner, flags.get(owner, {}))
-        is_new = any(id(buffer) not in values for buffer in owner.buffers(recurse=False))
-        return (
-            is_new
-            or bool(in_flags)
-            or any(buffer.shape != value.shape or not torch.equal(buffer, value) for buffer, value in known)
+        # What a library has hung on the model since keeps its own.
+        in_flags = put_flags_back(owner, flags.get(id(owner), flags_of(owner)))
+        before = [(buffer, values.get(id(buffer))) for buffer in owner.buffers(recurse=False)]
+        return bool(in_flags) or any(
+            value is None or buffer.shape != value.shape or not torch.equal(buffer, value)
+            for buffer, value in before
         )
 
     devices = sorted({tensor.device.index or 0 for tensor in model.parameters() if tensor.is_cuda})

@@ -76,9 +76,8 @@ def receive(boundary: Boundary) -> tuple[Boundary, tuple[torch.Tensor, ...]]:
     for tensor in tensors_of(boundary):
         leaf = tensor.detach().requires_grad_(tensor.requires_grad)
         copy = leaf.clone()
-        if torch.Tensor.stride(copy) != torch.Tensor.stride(
-            leaf
-        ):  # expanded, or with gaps: the layer gets it as it was made
+        # Expanded, or with gaps: the layer gets it as it was made.
+        if torch.Tensor.stride(copy) != torch.Tensor.stride(leaf):
             copy = _StridedCopy.apply(leaf)
         copies.append(copy)
         if leaf.requires_grad:

@@ -45,7 +45,7 @@ LAYER = (
 MOST_NAMED = 3
 MOST_ITEMS = 100
 MOST_LETTERS, LETTERS_BEFORE = 60, 20
-"""Of a value in words: how many are shown, and how many of those before the first that differs."""
+"""How many letters of a long value are shown, and how many of them stand before the first that differs."""
 _FUNCTIONS = frozenset(("get_rank", "get_world_size", "global_rank", "is_global_zero", "local_rank"))
 _PLAIN = (bool, bytes, complex, float, int, str, NoneType, torch.dtype)
 _OF_TORCH = frozenset(vars(nn.Module()))
