@@ -14,19 +14,22 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from deepspeed_partition.tensor_values import put_back
+from deepspeed_partition.tensor_values import plain_numbers, put_back
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_BYTES = 2**28
 """Bytes of a module's weights up to which they are copied together while it runs; of a larger one, each part."""
 
 WRITTEN: dict[str, None] = {}
-"""The weights that a forward has written while it was looked at, by name and class of the module."""
+"""The weights that a forward has written while it was looked at, by name and class of the module.
+
+Once layers have been measured, those of all ranks: a layer may move to a rank that has looked at no layer like it.
+"""
 
 Running: TypeAlias = Callable[[nn.Module], AbstractContextManager[None]]
 
 
-class Place(NamedTuple):
+class WeightPlace(NamedTuple):
     """A parameter as it was, and where it stood."""
 
     owner: nn.Module
@@ -52,17 +55,22 @@ class Place(NamedTuple):
         put_back(self.weight, values.detach().to(self.weight.device, self.weight.dtype))
 
 
+def places_of(modules: Iterable[nn.Module]) -> list[WeightPlace]:
+    """The parameters of modules as they are now, of each module itself."""
+    return [
+        WeightPlace(owner, name, weight, weight.data)
+        for owner in modules
+        if not isinstance(owner, torch.jit.ScriptModule)  # which makes new objects of its parameters each time
+        for name, weight in owner._parameters.items()
+        if weight is not None
+    ]
+
+
 class Weights:
     """The parameters of modules, as they are now, to tell later which have been written."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.places = [
-            Place(owner, name, weight, weight.data)
-            for owner in modules
-            if not isinstance(owner, torch.jit.ScriptModule)  # which makes new objects of its parameters each time
-            for name, weight in owner._parameters.items()
-            if weight is not None
-        ]
+        self.places = places_of(modules)
         self._marks = self._marked()
 
     def written(self) -> list[int]:
@@ -70,15 +78,21 @@ class Weights:
         now = zip(self.places, self._marks, self._marked(), strict=True)
         return [number for number, (place, was, mark) in enumerate(now) if was != mark or place.is_left]
 
+    def note_written(self) -> list[int]:
+        """Let it be known which of them a forward writes; return their numbers."""
+        written = self.written()
+        for number in written:
+            WRITTEN.setdefault(self.places[number].in_words)
+        return written
+
     def put_back(self, values: Callable[[int], torch.Tensor]) -> None:
         """Give those that have been written the values that they had.
 
         Args:
             values: Gives the values for the place of a number, of any type and on any device.
         """
-        written = self.written()
+        written = self.note_written()
         for number in written:
-            WRITTEN.setdefault(self.places[number].in_words)
             self.places[number].put_back(values(number))
         if written:
             self._marks = self._marked()
@@ -102,7 +116,7 @@ def weights_kept(
         A function that gives the context in which code runs as a module whose ``forward`` is not called by torch.
     """
     parts = {id(part): part for module in modules for part in module.modules()}
-    kept: dict[int, tuple[Place, torch.Tensor]] = {}
+    kept: dict[int, tuple[WeightPlace, torch.Tensor]] = {}
     is_copied = False
     call = nn.Module.__call__
 
@@ -163,5 +177,5 @@ def _sum_of_bits(values: torch.Tensor) -> torch.Tensor | None:
     """The sum of the elements' bits, as integers; None for tensors of other kinds."""
     if type(values) is not torch.Tensor or values.layout is not torch.strided or values.is_meta:
         return None
-    values = torch.view_as_real(values) if values.is_complex() else values
+    values = plain_numbers(values)
     return values.view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)

@@ -4,6 +4,21 @@ from __future__ import annotations
 
 import torch
 
+_TWO_IN_A_BYTE = getattr(torch, "float4_e2m1fn_x2", None)
+"""A type of two numbers in a byte, for which torch has no arithmetic; older ones have no such type."""
+
+
+def is_computed(value: object) -> bool:
+    """Whether a tensor is a result that autograd knows; False for what is none, such as an array.
+
+    True of a view of a weight, made without gradients, where the weight has been written since: torch, asked how
+    it was computed, raises.
+    """
+    try:
+        return getattr(value, "grad_fn", None) is not None
+    except RuntimeError:
+        return True
+
 
 def put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Give a tensor values, and their shape, which it may have lost: observers of quantization grow at first data.
@@ -14,6 +29,19 @@ def put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
         tensor.data.copy_(values)
     else:
         tensor.data = values.clone()
+
+
+def plain_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """The values as real numbers that torch can add up: complex ones in pairs, codes of types without arithmetic.
+
+    A view of the tensor where that can be: not of conjugates and negatives that torch has not worked out yet.
+    """
+    values = tensor.detach().resolve_conj().resolve_neg()
+    if values.is_quantized:
+        return values.int_repr()
+    if values.is_complex():
+        return torch.view_as_real(values)
+    return values.view(torch.uint8) if values.dtype is _TWO_IN_A_BYTE else values
 
 
 def bytes_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -311,6 +311,12 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         self.plan_of_ranks: Plan | None = None
         """The plan of a fit whose ranks were forked from this process, and have ended."""
 
+    def __repr__(self) -> str:
+        # Lightning refuses the strategy of the other package, with this among its words.
+        [other] = {"pytorch_lightning", "lightning.pytorch"} - {self.namespace}
+        ways = f"lightning_madpipe.strategy_class({other!r})(...) or strategy='madpipe'"
+        return f"<MadPipeStrategy of {self.namespace}; in a Trainer of {other}: {ways}>"
+
     # What is there after setup
 
     @property

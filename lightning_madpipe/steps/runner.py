@@ -51,9 +51,9 @@ from lightning_madpipe.steps.step_results import StepResult
 from lightning_madpipe.steps.user_step import UserSteps
 
 SETS_WEIGHTS = (
-    "a layer's forward() writes to its weights ({weights}); it ran before the first step, to be looked at, and "
-    "was given them back. If it sets them in its first call alone, let that be before fit: call the model once in "
-    "__init__()"
+    "a layer's forward() writes to its weights ({weights}): a pipeline runs it once for each micro-batch, so what "
+    "it sets by its input it sets by the first micro-batch. If it sets them in its first call alone, let that be "
+    "before fit: call the model once in __init__()"
 )
 
 
@@ -103,6 +103,7 @@ class BatchRunner:
         self._reading = SameBatches(trainer, module, pipeline, lightning)
         self._structure = Structure(module, pipeline, engine, trainer.strategy.wraps_optimizer, self._refusal)
         self._window: list[BatchRun] = []
+        self._num_written = 0
         self._originals, self._num_kept = Originals(), 0
         self.last_batch_size: int | None = None
         """Samples of the last batch of training."""
@@ -197,8 +198,9 @@ class BatchRunner:
         if self._group_settings is not None and (engine.may_move or engine.weight_versions != FLUSH):
             self._group_settings.compare()  # before layers go, and where no update waits for all ranks
         self._losses.prepare(window)
-        if WRITTEN:
-            warn_once("weights that a forward writes", SETS_WEIGHTS.format(weights=some(sorted(WRITTEN))))
+        if len(WRITTEN) > self._num_written:
+            self._num_written, weights = len(WRITTEN), some(sorted(WRITTEN))
+            warn_once(f"a forward writes {weights}", SETS_WEIGHTS.format(weights=weights))
         while not self._is_trained_on(window):
             self._losses.look_again(window)
         result = self._results[-1]

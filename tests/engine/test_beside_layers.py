@@ -147,3 +147,24 @@ def test_keys_of_a_dict_that_is_a_layer_go_with_it() -> None:
     here["a"] = 3
     del here["b"]
     assert all(take_held(there, place, sent) for _, sent, place in state.changed(0, here)) and there == {"a": 3}
+
+
+@pytest.mark.parametrize("size", [3, 4000])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint16, torch.float8_e4m3fn, torch.bfloat16, torch.complex64, torch.int64]
+)
+def test_values_of_tensors_of_every_type_can_be_compared(dtype: torch.dtype, size: int) -> None:
+    """Torch has no absolute values of truth values, and no view of conjugates: large ones ended the step."""
+    values = torch.arange(size).to(dtype)
+    changed = torch.cat([values[:-1], values[:1]])
+    for make in (lambda tensor: tensor, torch.conj, torch.conj_physical) if dtype.is_complex else (torch.clone,):
+        before = list(beside_layers.leaves(make(values)))
+        assert beside_layers.are_same(list(beside_layers.leaves(make(values.clone()))), before)
+        assert not beside_layers.are_same(list(beside_layers.leaves(make(changed))), before)
+
+
+def test_values_of_quantized_tensors_can_be_compared() -> None:
+    values = torch.quantize_per_tensor(torch.arange(4000.0), 10.0, 0, torch.quint8)
+    before = list(beside_layers.leaves(values))
+    assert before == list(beside_layers.leaves(values.clone()))
+    assert before != list(beside_layers.leaves(values[:-1])) and before[1] > 0

@@ -513,10 +513,10 @@ class SetsWeights(nn.Module):
 
 
 class SetsInSequence(Module):
-    def __init__(self, notes: str) -> None:
+    def __init__(self, notes: str, kind: type[SetsWeights] = SetsWeights) -> None:
         super().__init__(nothing)
         first, *_, last = self.net
-        self.net = nn.Sequential(first, *(SetsWeights(notes) for _ in range(3)), last)
+        self.net = nn.Sequential(first, *(kind(notes) for _ in range(3)), last)
 
 
 class SetsInFoundLayers(SetsInSequence):
@@ -576,5 +576,20 @@ def weights_set_once(host: Host) -> dict[str, Any]:
     return run_chosen({name: lambda name=name: fit(name) for name in SETS_WEIGHTS})
 
 
+class SetsNamedWeights(SetsWeights):
+    """Of a class of its own, of which the job has said nothing yet."""
+
+
+def said_of_weights(host: Host) -> list[str]:
+    """What is said of layers whose forward() writes to their weights."""
+    module = seeded(lambda: SetsInSequence("buffer", SetsNamedWeights))
+    with lines() as said:
+        host.trainer(strategy={"algorithm": [0, 2, 5]}, max_steps=3).fit(module, cases.loader(32))
+    return [line for line in said if "writes to its weights" in line]
+
+
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], Any]]] = {2: [handed_on, weights_set_once], 4: []}
-ONLY_PIPELINE: dict[int, list[Callable[[Host], Any]]] = {2: [said_of_layers, said_of_predictions], 4: []}
+ONLY_PIPELINE: dict[int, list[Callable[[Host], Any]]] = {
+    2: [said_of_layers, said_of_predictions, said_of_weights],
+    4: [],
+}

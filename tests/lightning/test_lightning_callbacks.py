@@ -430,6 +430,7 @@ def test_both_namespaces_train_in_one_process(command_line: dict[str, Any]) -> N
     assert record["unified by name"] == pytest.approx(record["classic"], rel=1e-5)
     assert record["mixed"].startswith("TypeError") and "LightningModule" in record["mixed"]
     assert "must be either a string or an instance of `lightning.pytorch" in record["other strategy"]
+    assert "strategy_class('lightning.pytorch')(...) or strategy='madpipe'" in record["other strategy"]
 
 
 ABSENT = """

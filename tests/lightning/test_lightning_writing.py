@@ -327,3 +327,8 @@ def test_weights_that_layers_set_in_their_first_call_are_set_once(two: Records, 
     for rank in two.ranks:
         assert_same(rank["weights_set_once"][kind], two.reference["weights_set_once"][kind])
         assert rank["weights_set_once"][kind]["said"] == []
+
+
+def test_weights_that_a_forward_writes_are_named_once(two: Records) -> None:
+    [line] = [line for rank in two.ranks for line in rank["said_of_weights"]]
+    assert "weight of SetsNamedWeights" in line and "call the model once in __init__()" in line

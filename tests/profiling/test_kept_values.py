@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from deepspeed_partition import kept_values
+from deepspeed_partition.kept_weights import Weights
 from deepspeed_partition.profiling.attributes import attributes_kept, state_kept
-from deepspeed_partition.tensor_values import put_back
+from deepspeed_partition.tensor_values import is_computed, put_back
 
 
 def layer_with(**attributes: Any) -> nn.Module:
@@ -192,3 +193,25 @@ def test_what_hooks_of_layers_count_is_put_back():
             layer(torch.ones(1, 2)).sum().backward()
             assert counts["runs"] == 3
         assert counts["runs"] == 0
+
+
+def test_a_view_of_a_weight_that_was_updated_is_no_count():
+    """Torch raises when it is asked for the grad_fn of a view that was made without gradients; steps ended."""
+    weight = nn.Parameter(torch.ones(4))
+    with torch.no_grad():
+        view = weight.view(2, 2)
+    assert is_computed(weight * 2) and not is_computed(torch.ones(4)) and not is_computed(3)
+    with torch.no_grad():
+        weight.add_(1)
+    with pytest.raises(RuntimeError):
+        _ = view.grad_fn
+    assert is_computed(view)
+
+
+def test_weights_that_are_conjugates_are_told_from_written_ones():
+    layer = layer_with()
+    layer.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64).conj())
+    weights = Weights([layer])
+    assert weights.written() == []
+    layer.weight.data[0, 0] = 2j
+    assert [weights.places[number].name for number in weights.written()] == ["weight"]

@@ -27,6 +27,7 @@ from deepspeed_partition.engine.runtime.first_failure import raised_by_all
 from deepspeed_partition.engine.runtime.watch import watch
 from deepspeed_partition.profiling.attributes import HeldState, Place
 from deepspeed_partition.schedule.instructions import Compute, Instruction, Message
+from deepspeed_partition.tensor_values import is_computed
 
 if TYPE_CHECKING:
     from deepspeed_partition.engine.engine import MadPipeEngine
@@ -302,5 +303,4 @@ class Attempt:
 
 def _is_small(value: Any) -> bool:
     """Whether a tensor or an array may be what a layer counts in, and none that it has computed."""
-    is_computed = getattr(value, "grad_fn", None) is not None or isinstance(value, nn.Parameter)
-    return bool(value.nbytes <= SMALL_BYTES) and not is_computed
+    return bool(value.nbytes <= SMALL_BYTES) and not isinstance(value, nn.Parameter) and not is_computed(value)

@@ -10,6 +10,7 @@ from torch import nn
 
 from deepspeed_partition.engine.runtime.environment import warn_here
 from deepspeed_partition.engine.runtime.random_state import random_state
+from deepspeed_partition.kept_weights import WRITTEN, WeightPlace, places_of
 from deepspeed_partition.profiling.attributes import Place
 from deepspeed_partition.tensor_values import put_back
 
@@ -84,6 +85,46 @@ class Buffers:
         return id(buffer) in self._changing
 
 
+class WeightsOfForward:
+    """The weights of a rank's layers that a ``forward`` writes: those that it sets in its first call, say.
+
+    What a ``forward`` was seen to write before is copied before each step. The others are not, which are nearly
+    all: a step that is given up has nearly never written them.
+
+    Args:
+        module: whose layers stay; another one is made when they have moved.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._places = places_of(module.modules())
+        self._weights = [place.weight for place in self._places if not place.weight.is_inference()]
+        self._names = {id(weight): name for name, weight in module.named_parameters()}
+        self._num_seen = 0
+        self._written: list[WeightPlace] = []
+
+    def before_step(self) -> Callable[[], None]:
+        """Copy the weights; return a function that puts them back, and says of which others it cannot."""
+        if len(WRITTEN) != self._num_seen:
+            self._num_seen = len(WRITTEN)
+            self._written = [place for place in self._places if place.in_words in WRITTEN]
+        written = [place._replace(data=place.weight.data) for place in self._written]
+        copies = [place.data.clone() for place in written]
+        versions = [weight._version for weight in self._weights]
+
+        def restore() -> None:
+            for place, values in zip(written, copies, strict=True):
+                place.put_back(values)
+            known = {id(place.weight) for place in written}
+            for weight, version in zip(self._weights, versions, strict=True):
+                if weight._version != version and id(weight) not in known:
+                    warn_here(
+                        f"the step that was given up has written the weight {self._names[id(weight)]}, which no "
+                        "forward() was seen to write before: the weight keeps that change"
+                    )
+
+        return restore
+
+
 class BeforeStep:
     """What a training step changes before its optimizer does, besides gradients.
 
@@ -94,14 +135,19 @@ class BeforeStep:
     def __init__(self, engine: MadPipeEngine) -> None:
         self._engine = engine
         self._restore_buffers = engine.layer_buffers.before_step(all_of_them=engine.may_run_again)
+        self._restore_weights = engine.weights_of_forward.before_step()
         self._restore_random_state = random_state()
         self._restore_counts = engine.module.counts_of_forwards() if engine.runs_lists else None
 
     def restore(self) -> None:
-        """Let the step not have begun: gradients, buffers, random numbers, the counts that seeds go by."""
+        """Let the step not have begun.
+
+        That is gradients, buffers, weights that a ``forward`` wrote, random numbers, the counts that seeds go by.
+        """
         self._engine.let_batch_go()
         let_gradients_go(self._engine)
         self._restore_buffers()
+        self._restore_weights()
         self._restore_random_state()
         if self._restore_counts is not None:
             self._restore_counts()

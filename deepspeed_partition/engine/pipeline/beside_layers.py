@@ -40,6 +40,7 @@ from deepspeed_partition.hidden_modules import table_of
 from deepspeed_partition.layer_calls import original_of
 from deepspeed_partition.pipeline_attributes import is_pipeline_module, modules_of_program, names_of_program
 from deepspeed_partition.profiling.attributes import attributes_of
+from deepspeed_partition.tensor_values import plain_numbers
 
 DEPTH = 3
 """Depth, in containers and objects, to which a value is looked at."""
@@ -352,13 +353,18 @@ def leaves(value: Any, depth: int = DEPTH) -> Iterator[Any]:
 
 
 def _numbers_of(values: Any) -> list[Any]:
-    size = values.numel() if isinstance(values, torch.Tensor) else values.size
+    if isinstance(values, torch.Tensor):
+        values = plain_numbers(values)
+        size, are_signed = values.numel(), values.dtype.is_signed
+    else:
+        size, are_signed = values.size, True
     if size <= MOST_MEMBERS:
         found = values.flatten().tolist()
         return found if isinstance(found, list) else [found]
     if isinstance(values, torch.Tensor):
-        wide = torch.view_as_real(values) if values.is_complex() else values
-        return [size, float(wide.sum(dtype=torch.float64)), float(wide.abs().sum(dtype=torch.float64))]
+        total = float(values.sum(dtype=torch.float64))
+        # Torch has no absolute values of types that are never negative: truth values and unsigned integers.
+        return [size, total, float(values.abs().sum(dtype=torch.float64)) if are_signed else total]
     return [size, float(np.sum(np.real(values), dtype=float)), float(np.sum(np.abs(values), dtype=float))]
 
 

@@ -20,6 +20,7 @@ from deepspeed_partition.engine.runtime.environment import warn_here, warn_once
 from deepspeed_partition.generators import common_states, is_tracked, set_common_state
 from deepspeed_partition.kept_values import said_of
 from deepspeed_partition.profiling.attributes import HeldState, Known, Place
+from deepspeed_partition.tensor_values import is_computed
 
 SET_BETWEEN = (
     "{names} of {owner} was set between two calls of train_batch, and forwards of the "
@@ -94,7 +95,7 @@ class HeldByLayer:
         before, self._large = self._large, {}
 
         def copies(value: Any) -> bool:
-            if getattr(value, "grad_fn", None) is not None or isinstance(value, nn.Parameter):
+            if isinstance(value, nn.Parameter) or is_computed(value):
                 return False  # what is computed is replaced, not changed
             if value.nbytes <= SMALL_BYTES or not isinstance(value, Tensor) or value.is_inference():
                 return bool(value.nbytes <= SMALL_BYTES)

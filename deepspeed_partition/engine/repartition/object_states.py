@@ -30,7 +30,7 @@ from deepspeed_partition.generators import GENERATORS, OF_THREADS, generator_sta
 from deepspeed_partition.hidden_modules import table_of
 from deepspeed_partition.kept_values import MOST_BYTES, Given, numbers_of_count, state_of
 from deepspeed_partition.profiling.attributes import PLAIN
-from deepspeed_partition.tensor_values import bytes_view
+from deepspeed_partition.tensor_values import bytes_view, is_computed
 
 HOSTS = frozenset(("lightning", "lightning_fabric", "pytorch_lightning"))
 """Packages whose objects no layer makes."""
@@ -254,7 +254,7 @@ def _parts_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     if tensor.nbytes > MOST_BYTES:
         raise ValueError("it is too large")
     elements = bytes_view(tensor.cpu()).numpy().tobytes()
-    kind, has_gradient = type(tensor), tensor.is_leaf and tensor.requires_grad
+    kind, has_gradient = type(tensor), tensor.requires_grad and not is_computed(tensor)
     return kind, tensor.dtype, tuple(tensor.shape), elements, tensor.device.type, has_gradient
 
 

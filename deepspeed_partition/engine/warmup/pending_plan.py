@@ -15,7 +15,9 @@ from deepspeed_partition.engine.pipeline.endless_conditions import why_not_with
 from deepspeed_partition.engine.pipeline.module import Cut
 from deepspeed_partition.engine.pipeline.stages import allocation_in_words, allocation_of, owner
 from deepspeed_partition.engine.repartition.layer_moves import check_that_layers_can_move
+from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.environment import announce
+from deepspeed_partition.kept_weights import WRITTEN
 from deepspeed_partition.planner.errors import InfeasibleError, PlanMismatchError
 from deepspeed_partition.planner.units import counted, format_seconds
 from deepspeed_partition.planner.weight_versions import FLUSH
@@ -139,6 +141,8 @@ class PendingPlan:
             else:
                 engine.adopt(Cut("boundaries", is_of_a_run=True))
             return
+        for written in gather_objects(sorted(WRITTEN)):
+            WRITTEN.update(dict.fromkeys(written))
         planned = time.perf_counter()
         old, new = allocation_of(engine.module), allocation_of(plan)
         num_moved = sum(owner(old, layer) != owner(new, layer) for layer in range(engine.module._num_layers))
