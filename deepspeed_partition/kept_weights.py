@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from deepspeed_partition.tensor_values import plain_numbers, put_back
 
@@ -35,8 +37,8 @@ class WeightPlace(NamedTuple):
     owner: nn.Module
     name: str
     weight: nn.Parameter
-    data: torch.Tensor
-    """The memory that it had; its values may have been written since."""
+    data: torch.Tensor | None
+    """The memory that it had; its values may have been written since. None: not noted."""
 
     @property
     def is_left(self) -> bool:
@@ -50,8 +52,9 @@ class WeightPlace(NamedTuple):
         """Let the parameter have the place, the memory and the values that it had."""
         if self.is_left:
             self.owner._parameters[self.name] = self.weight
-        if self.weight.data_ptr() != self.data.data_ptr() or self.weight.shape != self.data.shape:
-            self.weight.data = self.data
+        data = self.data
+        if data is not None and (self.weight.data_ptr(), self.weight.shape) != (data.data_ptr(), data.shape):
+            self.weight.data = data
         put_back(self.weight, values.detach().to(self.weight.device, self.weight.dtype))
 
 
@@ -98,7 +101,7 @@ class Weights:
             self._marks = self._marked()
 
     def _marked(self) -> list[Any]:
-        return _marks([place.weight for place in self.places])
+        return marks_of([place.weight for place in self.places])
 
 
 @contextmanager
@@ -155,27 +158,43 @@ def weights_kept(
                 place.put_back(values)
 
 
-def _marks(weights: Sequence[torch.Tensor]) -> list[Any]:
-    """What tells whether each has been written: torch does not count what is written through ``.data``."""
-    sums = [_sum_of_bits(weight.data) for weight in weights]
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for number in sums:
-        if number is not None:
-            by_device.setdefault(number.device, []).append(number)
-    read = {device: iter(torch.stack(numbers).tolist()) for device, numbers in by_device.items()}
-    return [
-        (
-            None if weight.is_inference() else weight._version,
-            weight.shape,
-            None if number is None else (weight.data_ptr(), next(read[number.device])),
-        )
-        for weight, number in zip(weights, sums, strict=True)
-    ]
+def marks_of(weights: Sequence[torch.Tensor], *, values: bool = True) -> list[Any]:
+    """What tells of each weight whether it has been written, or got other memory: two marks of it then differ.
+
+    Args:
+        weights: As they are now, on any devices.
+        values: Whether the values are looked at, in a pass over them: torch does not count what is written through
+            ``.data``.
+    """
+    with _disable_current_modes(), torch.no_grad():
+        looked_at = [weight.data if values and _has_numbers(weight) else None for weight in weights]
+        sums = [None if each is None else _sum_of_bits(each) for each in looked_at]
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for number in sums:
+            if number is not None:
+                by_device.setdefault(number.device, []).append(number)
+        # One transfer for all weights of a device.
+        read = {device: iter(torch.stack(numbers).tolist()) for device, numbers in by_device.items()}
+        return [
+            (*_place_of(weight), None if number is None else next(read[number.device]))
+            for weight, number in zip(weights, sums, strict=True)
+        ]
 
 
-def _sum_of_bits(values: torch.Tensor) -> torch.Tensor | None:
-    """The sum of the elements' bits, as integers; None for tensors of other kinds."""
-    if type(values) is not torch.Tensor or values.layout is not torch.strided or values.is_meta:
-        return None
+def _place_of(weight: torch.Tensor) -> tuple[Any, ...]:
+    version = None if weight.is_inference() else weight._version
+    return (version, weight.shape, torch.Tensor.data_ptr(weight)) if _has_memory(weight) else (version, None, None)
+
+
+def _has_memory(weight: torch.Tensor) -> bool:
+    return not (is_lazy(weight) or weight.is_meta or is_traceable_wrapper_subclass(weight))
+
+
+def _has_numbers(weight: torch.Tensor) -> bool:
+    return _has_memory(weight) and type(weight.data) is torch.Tensor and weight.layout is torch.strided
+
+
+def _sum_of_bits(values: torch.Tensor) -> torch.Tensor:
+    """The sum of the elements' bits, as integers, and so that NaN is equal to itself."""
     values = plain_numbers(values)
     return values.view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)

@@ -480,6 +480,7 @@ class MadPipeEngine(ResumingEngine):
             )
         self._own_cut()
         if allocation != allocation_of(self.module):
+            self._layer_buffers = self._weights_of_forward = None  # nothing may hold what leaves
             self.move_to(allocation)
         self.adopt(cut)
 

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+
+from deepspeed_partition.kept_weights import marks_of
 
 MOST_LOOKS = 4
 """How often the values of the weights are compared in an epoch or an evaluation: torch counts no change of
@@ -50,7 +49,8 @@ class LeftUntouched:
         optimizers = self._module.trainer.optimizers
         settings = list(_settings(optimizers))
         is_close = self._looks_closely(step)
-        weights = {name: (weight, _state_of(weight, is_close)) for name, weight in self._module.named_parameters()}
+        weights = dict(self._module.named_parameters())
+        before = marks_of(list(weights.values()), values=is_close)
         has_ended = False
         try:
             yield
@@ -66,7 +66,7 @@ class LeftUntouched:
                 if not isinstance(groups[number][name], Tensor):
                     groups[number][name] = value
             if has_ended:
-                self._refuse_weights(step, weights, is_close)
+                self._refuse_weights(step, weights, before, is_close)
         if changed:
             number, name, value = changed[0]
             raise self._error(
@@ -83,9 +83,13 @@ class LeftUntouched:
         self._looks[step] = runs, number + 1 if runs == before else 1
         return self._looks[step][1] <= MOST_LOOKS
 
-    def _refuse_weights(self, step: str, weights: dict[str, tuple[nn.Parameter, Any]], is_close: bool) -> None:
-        for name, (weight, before) in weights.items():
-            if _state_of(weight, is_close) != before:
+    def _refuse_weights(
+        self, step: str, weights: dict[str, nn.Parameter], before: list[Any], is_close: bool
+    ) -> None:
+        for name, was, mark in zip(
+            weights, before, marks_of(list(weights.values()), values=is_close), strict=True
+        ):
+            if mark != was:
                 raise self._error(
                     f"{step} changes {name}, and in a pipeline it has the weights of one stage only, once per "
                     f"micro-batch, and on the first stage it ends at its call of the layers: {_way_out(step)}"
@@ -97,19 +101,6 @@ def _way_out(step: str) -> str:
         return "change them in a hook, such as on_train_batch_end, over self.parameters()"
     kind = step.removesuffix("_step")
     return f"change them in on_{kind}_epoch_start and back in on_{kind}_epoch_end, over self.parameters()"
-
-
-def _state_of(weight: nn.Parameter, is_close: bool) -> Any:
-    """What of a weight is another thing when it has changed."""
-    if is_lazy(weight) or weight.is_meta or is_traceable_wrapper_subclass(weight):
-        return weight._version
-    with _disable_current_modes(), torch.no_grad():
-        place = torch.Tensor.data_ptr(weight)
-        if not is_close or not (weight.is_floating_point() or weight.is_complex()):
-            return weight._version, place
-        values = (torch.view_as_real(weight.detach()) if weight.is_complex() else weight.detach()).flatten()
-        # As texts, for NaN is not equal to itself.
-        return weight._version, place, str(float(values.sum())), str(float(torch.linalg.vector_norm(values)))
 
 
 def _settings(optimizers: Any) -> Iterator[tuple[int, str, Any]]:

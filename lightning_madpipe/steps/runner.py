@@ -55,6 +55,10 @@ SETS_WEIGHTS = (
     "it sets by its input it sets by the first micro-batch. If it sets them in its first call alone, let that be "
     "before fit: call the model once in __init__()"
 )
+UNDONE = (
+    "; with ZeRO-1 and in half precision it must be, for the optimizer has a copy of the weights, which its step "
+    "puts in the place of what forward() has written"
+)
 
 
 class BatchRunner:
@@ -200,7 +204,9 @@ class BatchRunner:
         self._losses.prepare(window)
         if len(WRITTEN) > self._num_written:
             self._num_written, weights = len(WRITTEN), some(sorted(WRITTEN))
-            warn_once(f"a forward writes {weights}", SETS_WEIGHTS.format(weights=weights))
+            has_copies = engine.zero_optimization_stage() or engine.fp16_enabled() or engine.bfloat16_enabled()
+            told = SETS_WEIGHTS.format(weights=weights) + UNDONE * bool(has_copies)
+            warn_once(f"a forward writes {weights}", told)
         while not self._is_trained_on(window):
             self._losses.look_again(window)
         result = self._results[-1]

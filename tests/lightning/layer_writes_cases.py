@@ -580,12 +580,21 @@ class SetsNamedWeights(SetsWeights):
     """Of a class of its own, of which the job has said nothing yet."""
 
 
-def said_of_weights(host: Host) -> list[str]:
-    """What is said of layers whose forward() writes to their weights."""
-    module = seeded(lambda: SetsInSequence("buffer", SetsNamedWeights))
-    with lines() as said:
-        host.trainer(strategy={"algorithm": [0, 2, 5]}, max_steps=3).fit(module, cases.loader(32))
-    return [line for line in said if "writes to its weights" in line]
+class SetsOtherWeights(SetsWeights):
+    """Another one."""
+
+
+def said_of_weights(host: Host) -> list[list[str]]:
+    """What is said of layers whose forward() writes to their weights, without ZeRO and with it."""
+
+    def fit(kind: type[SetsWeights], stage: int) -> list[str]:
+        module = seeded(lambda: SetsInSequence("buffer", kind))
+        with lines() as said:
+            strategy = {"algorithm": [0, 2, 5], "stage": stage}
+            host.trainer(strategy=strategy, max_steps=3).fit(module, cases.loader(32))
+        return [line for line in said if "writes to its weights" in line]
+
+    return [fit(SetsNamedWeights, 0), fit(SetsOtherWeights, 1)]
 
 
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], Any]]] = {2: [handed_on, weights_set_once], 4: []}

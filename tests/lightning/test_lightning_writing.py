@@ -330,5 +330,7 @@ def test_weights_that_layers_set_in_their_first_call_are_set_once(two: Records, 
 
 
 def test_weights_that_a_forward_writes_are_named_once(two: Records) -> None:
-    [line] = [line for rank in two.ranks for line in rank["said_of_weights"]]
-    assert "weight of SetsNamedWeights" in line and "call the model once in __init__()" in line
+    for number, kind in enumerate(["SetsNamedWeights", "SetsOtherWeights"]):
+        [line] = [line for rank in two.ranks for line in rank["said_of_weights"][number]]
+        assert f"weight of {kind}" in line and "call the model once in __init__()" in line
+        assert line.endswith("in the place of what forward() has written") is bool(number)

@@ -96,7 +96,8 @@ class WeightsOfForward:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._places = places_of(module.modules())
+        # Without the memory, which may be another one at the next step.
+        self._places = [place._replace(data=None) for place in places_of(module.modules())]
         self._weights = [place.weight for place in self._places if not place.weight.is_inference()]
         self._names = {id(weight): name for name, weight in module.named_parameters()}
         self._num_seen = 0
@@ -108,7 +109,7 @@ class WeightsOfForward:
             self._num_seen = len(WRITTEN)
             self._written = [place for place in self._places if place.in_words in WRITTEN]
         written = [place._replace(data=place.weight.data) for place in self._written]
-        copies = [place.data.clone() for place in written]
+        copies = [place.weight.detach().clone() for place in written]
         versions = [weight._version for weight in self._weights]
 
         def restore() -> None:
