@@ -34,6 +34,7 @@ from lightning_madpipe.compat.elsewhere import AFTER_A_RUN, ON_RANK_ZERO, Elsewh
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.shared_buffers import SharedBuffers
 from lightning_madpipe.compat.state_dict_names import one_device_names
+from lightning_madpipe.compat.views_of_weights import told_views
 from lightning_madpipe.module import (
     HOLDER,
     PIPELINE,
@@ -85,6 +86,8 @@ class SpreadModel:
         self._copies: WeightCopies | None = None
         self.buffers = SharedBuffers([])
         """The buffers that layers share with the module, or with each other."""
+        self.told_views: str | None = None
+        """What is to be said of tensors of the module that are views of its layers' weights."""
 
     @property
     def copies(self) -> WeightCopies:
@@ -119,7 +122,10 @@ class SpreadModel:
             MisconfigurationException: the layers lie on the ranks of another pipeline, or are too few to train.
         """
         module, pipeline, call = self.module, self.pipeline, layers_of(self.module, captured)
-        self.buffers = SharedBuffers([module, *(layer for _, layer in call.existing_modules())])
+        layers = [layer for _, layer in call.existing_modules()]
+        self.buffers = SharedBuffers([module, *layers])
+        if pipeline is None and num_stages > 1:  # so that all weights are here, as the user has made them
+            self.told_views = told_views(module, layers)
         if pipeline is not None:
             is_same = pipeline.num_stages == num_stages and has_layers(pipeline, call.layers)
             self._refuse_layers_of_one_rank(is_same)

@@ -511,7 +511,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
                 trainer, module, self.pipeline.mpu(), vars(self._lightning.module_class())
             )
         if trainer.state.fn == "fit":
-            for note in notes_on_fit(trainer, module, self._lightning):
+            for note in filter(None, [*notes_on_fit(trainer, module, self._lightning), self._spread.told_views]):
                 self._lightning.warn(note)
             show_all_to_callbacks(self, trainer, self._lightning)
             is_cut = self.pipeline.num_stages > 1

@@ -559,8 +559,13 @@ def planned_and_moved(_: Path) -> None:
     engine, _, _ = start(mlp(), "madpipe", planned(cuts()[0]), optimizer=OPTIMIZERS["AdamW"])
     losses = train(engine, data[:STEPS])
     assert engine.plan is not None
+    kept = {name: (weight, weight.detach()) for name, weight in engine.module.named_parameters()}
     engine.recut(cuts()[1])
     assert engine.plan is None
+    stay = [name for name, weight in engine.module.named_parameters() if kept.get(name, (None,))[0] is weight]
+    looked_at = [(engine.module.get_parameter(name), kept[name][1]) for name in stay]
+    # What looks at a weight that stays, as weight.detach() does, goes on to look at it.
+    assert looked_at and all(weight.data_ptr() == view.data_ptr() for weight, view in looked_at)
     same(losses + train(engine, data[STEPS:]), train_alone(mlp(), data, OPTIMIZERS["AdamW"]))
 
 

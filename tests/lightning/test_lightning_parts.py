@@ -31,6 +31,7 @@ from deepspeed_partition.options import Options
 from lightning_madpipe.checkpoint.checkpoint_folders import LoadedFolder
 from lightning_madpipe.compat.elsewhere import Elsewhere, ElsewhereError
 from lightning_madpipe.compat.unsupported import note_on_validation_within_window, notes_on
+from lightning_madpipe.compat.views_of_weights import told_views
 from lightning_madpipe.module import find_layers, outside_pipeline
 from lightning_madpipe.planning import why_left_out
 from lightning_madpipe.settings import checked_settings
@@ -585,6 +586,23 @@ def test_the_strategy_is_registered_by_name() -> None:
     assert isinstance(strategy, DeepSpeedStrategy)
     with pytest.raises(ValueError, match="namespace"):
         lightning_madpipe.strategy_class("pytorch_thunder")
+
+
+def test_views_of_weights_outside_of_layers_are_told():
+    """A step computed with the values from before training, in silence."""
+    module = SequentialClassifier()
+    layers = list(module.net)
+    weight = module.net[0].weight
+    module.shape, module.own, module.same = weight.shape, weight.detach().clone(), weight
+    module.net[0].row, layers[-1].weights = weight[0], [layers[-1].weight.detach()]  # which move with their layers
+    assert told_views(module, layers) is None
+    module.rows = {"first": weight.detach()[1:]}
+    told = told_views(module, layers)
+    assert told is not None
+    assert told.startswith("self.rows['first'] lies in the memory of weights (net.0.weight), ")
+    module.register_buffer("mean", layers[-1].weight.detach())
+    told = told_views(module, layers)
+    assert told is not None and "self.rows['first']" in told and "self.mean" in told and " lie in " in told
 
 
 def test_schedulers_see_the_groups_that_were_dropped() -> None:

@@ -227,8 +227,9 @@ class MovingEngine(AnyPlanEngine):
         for parameter in self.module.parameters():
             if hasattr(parameter, "_hp_grad"):  # the bf16 optimizer's, a view of a flat buffer like the next
                 del parameter._hp_grad
-            # A view of a flat buffer keeps all of it alive; one of what its layer has is to stay one.
-            if id(parameter) not in views:
+            # A view of a flat buffer keeps all of it alive; one of what its layer has is to stay one. What has its
+            # memory for itself keeps it, for a program may look at it, as with weight.detach().
+            if id(parameter) not in views and parameter.untyped_storage().nbytes() != parameter.nbytes:
                 parameter.data = parameter.data.clone()
 
     def _num_scheduled(self, every_group: EveryGroup) -> int:
