@@ -202,7 +202,8 @@ class LayerComparison:
         def look() -> Found:
             return writes.found(first, device=self._engine.device, dtype=self._half)
 
-        alone = collectives_refused(refuse, lambda: [dist.get_rank()])
+        rank = dist.get_rank()
+        alone = collectives_refused(refuse, lambda: [rank])
         return run_within([self._pipeline.elsewhere.lifted(), alone, self._writing.watching()], look)
 
     @property
@@ -335,7 +336,8 @@ class LayerComparison:
             raise RuntimeError(found[-1])
 
         try:
-            alone = collectives_refused(refuse, lambda: [dist.get_rank()])
+            rank = dist.get_rank()
+            alone = collectives_refused(refuse, lambda: [rank])
             return run_within([self._pipeline.elsewhere.lifted(), alone, self._writing.watching()], look)
         finally:
             if found:

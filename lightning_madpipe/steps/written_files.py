@@ -48,6 +48,8 @@ LAYERS_DO = (
 )
 """What is said once of layers that write."""
 FORWARD = "a layer or forward()"
+_STEP_RUNS = "lightning_madpipe.steps.step_runs"
+"""The module that runs steps."""
 
 _OPENS = (
     ("builtins", "open"), ("io", "open"), ("bz2", "_builtin_open"), ("tarfile", "bltn_open"),
@@ -239,6 +241,8 @@ def _is_open_for_writing(value: Any) -> bool:
 
 def _say_of_layers(sentence: str, *, asks: bool = True) -> None:
     frame: FrameType | None = sys._getframe(1)
+    if asks and _is_of_step(frame):
+        return  # of which it is said
     while frame is not None and frame.f_globals.get("__name__") in (__name__, asked_by_program.__module__):
         frame = frame.f_back
     if not asks or asked_by_program(frame):  # and not by a compiler, for its kernels
@@ -248,6 +252,16 @@ def _say_of_layers(sentence: str, *, asks: bool = True) -> None:
 def _tell_of_print(frame: FrameType) -> bool:
     """Say of layers that they print, and show nothing of it."""
     warn_once("layers print", LAYERS_PRINT.format(line=line_of(frame)))
+    return False
+
+
+def _is_of_step(frame: FrameType | None) -> bool:
+    """Whether a step itself runs, of those in which layers are tried, and no layer that it calls."""
+    while frame is not None:
+        runs = frame.f_globals.get("__name__")
+        if runs in (nn.Module.__module__, _STEP_RUNS):
+            return bool(runs == _STEP_RUNS)
+        frame = frame.f_back
     return False
 
 

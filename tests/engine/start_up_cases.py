@@ -34,7 +34,8 @@ def calls_until_training(number: int, method: Any, options: dict[str, Any]) -> C
         engine, _, _ = start(layers, method, options, seed_layers=False)
         for batch in batches(3):
             engine.train_batch(iter(batch))
-    return Counter(calls)
+    # What the search does hangs on the times that were measured: see tests/planner for how it grows.
+    return Counter({name: count for name, count in calls.items() if "/planner/solvers/" not in name})
 
 
 def calls_grow_with_the_number_of_layers(_: Path) -> None:
