@@ -13,6 +13,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torchmetrics import Metric
 
 from deepspeed_partition.engine import TiedModule
+from deepspeed_partition.engine.repartition.one_memory import has_memory, overlapping
 from lightning_madpipe.finding.captured_call import CapturedCall
 
 PIPELINE = "pipeline_module"
@@ -64,7 +65,10 @@ def find_layers(module: nn.Module, captured: Callable[[], PipelineCall] | None =
     if hasattr(module, "pipeline_layers"):
         call = _declared_layers(module)
     elif captured is not None and not _is_one_sequential(module):
-        return captured()
+        call = captured()
+        if reasons := _in_one_memory(module, call):
+            raise ValueError(*reasons)
+        return call
     else:
         call = _sequential_layers(module)
     _check_parameters(module, call)
@@ -226,6 +230,28 @@ def frozen_beside(module: nn.Module, owned: Collection[nn.Parameter]) -> list[nn
     return found
 
 
+def _in_one_memory(module: nn.Module, call: PipelineCall) -> list[str]:
+    """Why two parameters of different layers that have bytes together cannot train; nothing where none have."""
+    names = {weight: name for name, weight in module.named_parameters()}
+    owners: dict[nn.Parameter, int | str] = {}
+    for owner, layer in call.existing_modules():
+        for parameter in layer.parameters():
+            owners.setdefault(parameter, owner)
+    weights = [weight for weight in owners if has_memory(weight)]
+    for numbers in overlapping(weights):
+        first, *others = (weights[number] for number in numbers)
+        for other in others:
+            if owners[other] != owners[first]:
+                one, another = (names.get(weight, "a weight") for weight in (first, other))
+                return [
+                    f"{one} and {another}, in two pipeline layers, are two parameters in one memory, as after "
+                    "`b.weight.data = a.weight.data`, and on two stages these would be two weights: let both be "
+                    "one parameter, b.weight = a.weight (and where layers are named, in one "
+                    "lightning_madpipe.TiedModule at both places)"
+                ]
+    return []
+
+
 def _check_parameters(module: nn.Module, call: PipelineCall) -> None:
     owners: dict[nn.Parameter, int | str] = {}
     shared: dict[str, None] = {}
@@ -240,6 +266,7 @@ def _check_parameters(module: nn.Module, call: PipelineCall) -> None:
             "stages these would train apart: list lightning_madpipe.TiedModule(key, module, forward_fn=...) of "
             "one key at both places"
         )
+    reasons += _in_one_memory(module, call)
     # A metric may compute with a network of its own, which nobody trains; so may a step, with a teacher.
     whole = {weight for part in module.modules() if isinstance(part, Metric) for weight in part.parameters()}
     whole.update(weight for part in frozen_beside(module, owners) for weight in part.parameters())

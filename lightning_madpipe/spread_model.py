@@ -27,7 +27,7 @@ from lightning_madpipe.checkpoint.layers_on_rank_zero import (
     take_from_rank_zero,
     taken_in_words,
 )
-from lightning_madpipe.checkpoint.weight_copies import WAY_OUT, WeightCopies
+from lightning_madpipe.checkpoint.weight_copies import CHANGED, WAY_OUT, WeightCopies
 from lightning_madpipe.checkpoint.whole_model import LayersOfUser, can_be_whole
 from lightning_madpipe.compat.callback_patches import whole_module
 from lightning_madpipe.compat.elsewhere import AFTER_A_RUN, ON_RANK_ZERO, Elsewhere
@@ -312,6 +312,16 @@ class SpreadModel:
                 f"{', '.join(found)} is a copy of the layers that this rank has now, and they move when the "
                 f"plan is made: {WAY_OUT}; or run a saved plan, MadPipeStrategy(plan=...), with which none moves"
             )
+
+    def refuse_changed_copies(self) -> None:
+        """Refuse copies of layers, made before these were spread, that a hook changes.
+
+        Raises:
+            MisconfigurationException: there is one.
+        """
+        found = self.copies.changed() if self.pipeline.num_stages > 1 else []
+        if found:
+            raise self._lightning.refusal(CHANGED.format(places=" and ".join(found), way_out=WAY_OUT))
 
     def is_whole_everywhere(self) -> bool:
         """Whether every rank has all layers. Collective."""

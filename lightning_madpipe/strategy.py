@@ -804,6 +804,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             )
         self._number_of_batch = number
         self._refuse_step_that_was_left_out()
+        self._spread.refuse_changed_copies()
         with nullcontext() if self._hook_watch is None else self._hook_watch.step():
             trained = self._batches.train(batch, arguments)
         is_step = not trainer.fit_loop._should_accumulate()

@@ -32,11 +32,21 @@ from deepspeed_partition.engine.pipeline.parts import tensors_by_name
 from deepspeed_partition.engine.pipeline.tied_copies import parameter_names
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.environment import announce
+from deepspeed_partition.kept_weights import marks_of
 from lightning_madpipe.checkpoint.held_objects import roots, walk
 from lightning_madpipe.checkpoint.module_copies import complete, copies_in
 from lightning_madpipe.checkpoint.whole_model import TensorInfo, passed_on
 from lightning_madpipe.compat.elsewhere import HiddenTensors
 from lightning_madpipe.module import PIPELINE, outside_pipeline
+
+MOST_LOOKS = 4
+"""How many steps, from the first one, are followed by a look at whether a copy has changed."""
+CHANGED = (
+    "{places} is a copy of layers, made when they were all on this rank, and something has changed its weights "
+    "since, as an average does: in hooks each rank has the weights of its own layers, so that "
+    "zip(copy.parameters(), module.parameters()) takes those of one layer for those of another: {way_out}"
+)
+"""What is said of a copy that changes."""
 
 DEPTH = 3
 """How deep, in containers, the values are that a copy may have for a weight."""
@@ -139,6 +149,33 @@ class WeightCopies:
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._has_said: set[str] = set()
         self._learn_names()
+        self._whole = [(place, value, _marks_of(value)) for place, value in self._whole_copies()]
+        """The modules that were copied when all layers were here, and how they were then."""
+        self._num_looks = 0
+
+    def changed(self) -> list[str]:
+        """The copies of layers, made before these were spread, that have changed since: a hook averages them, say.
+
+        It is looked at in the first calls only, for it takes a pass over the copies.
+        """
+        self._num_looks += 1
+        if self._num_looks > MOST_LOOKS:
+            return []
+        return [place for place, value, marks in self._whole if _has_changed(marks, _marks_of(value))]
+
+    def _whole_copies(self) -> Iterator[tuple[str, nn.Module]]:
+        parts: dict[type, list[dict[str, torch.Size]]] = {}
+        here = {id(weight) for weight in self._module.parameters()}
+        with self._pipeline.elsewhere.lifted():
+            for part in self._module.modules():
+                if any(id(weight) not in here for weight in part.parameters()):
+                    parts.setdefault(type(part), []).append(_shapes_of(part))
+        own, found = set(map(id, self._module.modules())), set[int]()
+        for place, value in self._walk() if parts else ():
+            is_new = isinstance(value, nn.Module) and id(value) not in own | found
+            if is_new and _shapes_of(value) in parts.get(type(value), ()):
+                found.update(map(id, value.modules()))
+                yield place, value
 
     def cut_to_own(
         self, optimizer: Optimizer, given: Sequence[tuple[dict[str, Any], Sequence[Tensor]]], *, flattened: bool
@@ -184,18 +221,18 @@ class WeightCopies:
         here = self._tensors_here()
         for place, like in {place: values for theirs, *_ in everyone for place, values in theirs.items()}.items():
             owners: dict[str, int] = {}
+            is_everywhere = all(place in theirs for theirs, *_ in everyone)
             for rank, (theirs, *_) in enumerate(everyone):
                 for name in theirs[place].names if place in theirs else ():
                     owners.setdefault(name, rank)
             values = found.get(place)
             if values is None and staying.get(place) == like.container:  # an empty one
                 values = replace(like, container=staying[place], names=())
-                wants[place] = set(self._own)
             if like.are_weights:
                 arrived = {name: here[name] for name in owners if name in self._own}
             else:
                 wanted = {name for _, theirs, *_ in everyone for name in theirs.get(place, ()) if name in owners}
-                wanted |= set(owners) if place not in found else set()
+                wanted |= set() if is_everywhere else set(owners)  # the same on all ranks
                 arrived = self._exchange(values, wanted, owners, group)
             if values is not None:
                 self._lay(values, {**values.by_name(), **arrived})
@@ -532,7 +569,8 @@ class WeightCopies:
         tensors = [each for each in members if isinstance(each, Tensor)]
         forms = {weight.shape for weight in self._all.values() if weight.is_listed and len(weight.shape)}
         shapes = {tensor.shape for tensor in tensors}
-        is_of_weights = len(shapes) > 1 and shapes <= forms and all(isinstance(each, Tensor) for each in members)
+        values = list(value.values()) if isinstance(value, dict) else members
+        is_of_weights = len(shapes) > 1 and shapes <= forms and all(isinstance(each, Tensor) for each in values)
         return STAYS if is_of_weights else ""
 
 
@@ -638,6 +676,20 @@ def _is_within(place: str, found: Collection[str]) -> bool:
 def _attribute(place: str) -> str:
     """The attribute in which a container stands."""
     return ".".join(place.split(".")[:2])
+
+
+def _shapes_of(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: weight.shape for name, weight in module.named_parameters()}
+
+
+def _marks_of(module: nn.Module) -> list[tuple[torch.dtype, Any]]:
+    weights = list(module.parameters())
+    return [(weight.dtype, mark[-1]) for weight, mark in zip(weights, marks_of(weights), strict=True)]
+
+
+def _has_changed(before: Sequence[tuple[torch.dtype, Any]], now: Sequence[tuple[torch.dtype, Any]]) -> bool:
+    """Whether weights have other values, and not only another type, or another device."""
+    return any(kind == other and was != mark for (kind, was), (other, mark) in zip(before, now, strict=False))
 
 
 def is_copy(value: Any, module: nn.Module) -> bool:

@@ -154,8 +154,9 @@ def tell_of_states(optimizer: Any) -> None:
         inner = getattr(inner, "optimizer", None)
         if inner is None:
             return
-    tables = inner._optimizer_state_dict_pre_hooks  # of torch (2.4 to 2.13), by register_state_dict_pre_hook
-    if _tell not in tables.values():
+    # Of torch (2.4 to 2.13), by register_state_dict_pre_hook; a wrapper may not have called super().__init__().
+    tables = getattr(inner, "_optimizer_state_dict_pre_hooks", None)
+    if tables is not None and _tell not in tables.values():
         inner.register_state_dict_pre_hook(_tell)
 
 

@@ -810,3 +810,16 @@ def test_long_values_are_shown_where_they_begin_to_differ() -> None:
     )
     assert where_unlike("0.1", "1.1") == ("0.1", "1.1")
     assert where_unlike("missing", "x" * 70) == ("missing", f"{'x' * 60}...")
+
+
+def test_parameters_of_two_layers_in_one_memory_are_refused():
+    """They trained as two weights, in silence."""
+    module = SequentialClassifier()
+    net = module.net
+    flat = nn.utils.parameters_to_vector(net.parameters()).detach()
+    nn.utils.vector_to_parameters(flat, net.parameters())  # one memory, and no byte of two of them
+    find_layers(module)
+    first, second = net[2].linear, net[3].linear
+    second.weight.data = first.weight.data
+    with pytest.raises(ValueError, match=r"net\.2\.\S+ and net\.3\.\S+, .* two parameters in one memory"):
+        find_layers(module)

@@ -75,7 +75,7 @@ def found_in(layer: nn.Module, hidden: Mapping[str, nn.Module]) -> list[Found]:
     found: dict[int, Found] = {}
 
     def note(tensor: torch.Tensor, place: Place, setter: Callable[[torch.Tensor], object] | None) -> None:
-        if _has_memory(tensor):
+        if has_memory(tensor):
             each = found.setdefault(id(tensor), Found(tensor, [], []))
             each.places.append(place)
             each.setters.append(setter)
@@ -110,7 +110,7 @@ def _tensors_in(
             yield from _tensors_in(member, (*place, key), table, depth - 1)
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
+def has_memory(tensor: torch.Tensor) -> bool:
     is_plain = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
     return is_plain and not (is_lazy(tensor) or is_traceable_wrapper_subclass(tensor)) and bool(tensor.numel())
 
@@ -125,7 +125,7 @@ def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
     return begin * size, (begin + last + 1) * size
 
 
-def _overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+def overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """The places of tensors by the stretches of memory that they have together; also those of one tensor."""
     stretches: list[list[int]] = []
     memories = [tensor.untyped_storage()._cdata for tensor in tensors]
@@ -148,7 +148,7 @@ def memories_of(found: Sequence[Found]) -> list[Memory]:
     Tensors that have no byte together, as parameters in a flat buffer, have nothing to keep.
     """
     memories = []
-    for numbers in _overlapping([each.tensor for each in found]):
+    for numbers in overlapping([each.tensor for each in found]):
         members = [found[number] for number in numbers]
         if sum(len(each.places) for each in members) == 1 or any(map(_is_turned, members)):
             continue
@@ -175,7 +175,7 @@ def _is_turned(found: Found) -> bool:
 
 def in_memory_of_others(found: Sequence[Found]) -> list[torch.Tensor]:
     """The tensors of a layer that have bytes of memory together with others of its tensors."""
-    numbers = _overlapping([each.tensor for each in found])
+    numbers = overlapping([each.tensor for each in found])
     return [found[number].tensor for group in numbers if len(group) > 1 for number in group]
 
 
@@ -196,7 +196,7 @@ def take_apart(found: Sequence[Found], memories: Sequence[Memory]) -> None:
             is_one = first is not None and lies_in.get(place) == first
             if not is_one and setter is not None and not isinstance(each.tensor, nn.Parameter):
                 setter(each.tensor.detach().clone())
-    for numbers in _overlapping([each.tensor for each in found]):
+    for numbers in overlapping([each.tensor for each in found]):
         seen = set[int | None]()
         for number in numbers:
             memory_number, _ = lies_in.get(found[number].places[0], (None, None))
@@ -302,7 +302,7 @@ def say_what_lies_outside(layers: Mapping[str, Sequence[Found]], moving: Collect
         for each in found:
             known.setdefault(id(each.tensor), (each, []))[1].append(name)
     everything = list(known.values())
-    for numbers in _overlapping([each.tensor for each, _ in everything]):
+    for numbers in overlapping([each.tensor for each, _ in everything]):
         members = [everything[number] for number in numbers]
         for name in dict.fromkeys(name for _, names in members for name in names if name in moving):
             inside = [each for each, names in members if name in names]
