@@ -187,11 +187,13 @@ def _place_of(weight: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _has_memory(weight: torch.Tensor) -> bool:
-    return not (is_lazy(weight) or weight.is_meta or is_traceable_wrapper_subclass(weight))
+    if is_lazy(weight) or weight.is_meta or is_traceable_wrapper_subclass(weight):
+        return False
+    return weight.layout is torch.strided and not weight.is_nested
 
 
 def _has_numbers(weight: torch.Tensor) -> bool:
-    return _has_memory(weight) and type(weight.data) is torch.Tensor and weight.layout is torch.strided
+    return _has_memory(weight) and type(weight.data) is torch.Tensor
 
 
 def _sum_of_bits(values: torch.Tensor) -> torch.Tensor:

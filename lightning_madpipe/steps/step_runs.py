@@ -18,6 +18,7 @@ from torch import Tensor
 
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.engine.runtime.random_state import random_state
+from deepspeed_partition.kept_weights import marks_of
 from lightning_madpipe.compat.collective_calls import IN_A_STEP, collectives_refused
 from lightning_madpipe.compat.optimizer_counts import counts_told
 from lightning_madpipe.finding.step_call import line_of_users, replaced
@@ -36,6 +37,9 @@ from lightning_madpipe.steps.rank_of_step import told_as_process
 from lightning_madpipe.steps.recorded_calls import Call, recorded_by_other_names, recorded_loggers
 from lightning_madpipe.steps.what_layers_set import LayerTraces
 from lightning_madpipe.steps.written_files import OpenFiles, WritingTold
+
+MOST_LOOKS = 4
+"""The runs of a step in which the values of its batch are compared before and after it."""
 
 
 class StepRuns:
@@ -82,6 +86,9 @@ class StepRuns:
         """Where generators were when a step that was rehearsed had ended."""
         self.drawn_from: set[str] = set()
         """The common generators that steps which were rehearsed have drawn from."""
+        self._num_runs: dict[str, int] = {}
+        self._changes_uncounted: set[str] = set()
+        """The steps that change their batch in a way that torch does not count: by NumPy, or by ``.data``."""
         self.known_draws: set[str] = set()
         """Those that training steps have drawn from in trials, and of which it was told."""
         self.drawn: set[str] = set()
@@ -135,6 +142,11 @@ class StepRuns:
         context = self.context_apart(not only_inputs) if is_undone else None
         return run() if context is None else context.run(run)
 
+    def _looks_at_values(self, step: str) -> bool:
+        """Whether values of the batch are compared: in the first runs, and where they have changed uncounted."""
+        number = self._num_runs[step] = self._num_runs.get(step, 0) + 1
+        return number <= MOST_LOOKS or step in self._changes_uncounted
+
     def _run(
         self,
         micro_batch: MicroBatch,
@@ -152,7 +164,6 @@ class StepRuns:
     ) -> Any:
         data = _cloned(micro_batch.data) if again else micro_batch.data
         own = list(tensors_of(micro_batch.data))  # which a step may take out of a list or a dict
-        versions = [(tensor, tensor._version) for tensor in tensors_of(data)]
 
         def show(*values: Any, **keywords: Any) -> None:
             # A batch that is given up runs again with the same numbers, and makes its calls then.
@@ -160,6 +171,8 @@ class StepRuns:
                 record(Call(None, (("attribute", "print"),), tuple(map(str, values)), keywords))
 
         what = "layers" if within is not None else "inputs" if only_inputs else "all"
+        looks = what == "all" and self._looks_at_values(micro_batch.step)
+        changes = _Changes(list(tensors_of(data)), values=looks)
         is_shown = what == "all" and not rehearsing
         ends: Callable[[Any, Any], None] | None = self._note_end if rehearsing else None
         stack = EndingContexts()
@@ -197,10 +210,10 @@ class StepRuns:
                 try:
                     returned = getattr(self._module, micro_batch.step)(data, *micro_batch.arguments)
                     micro_batch.changed = {
-                        place: (own[place], tensor.detach())
-                        for place, (tensor, version) in enumerate(versions)
-                        if tensor._version != version
+                        place: (own[place], tensor.detach()) for place, tensor in changes.found().items()
                     }
+                    if changes.are_uncounted:
+                        self._changes_uncounted.add(micro_batch.step)
                     micro_batch.contents = [] if before is None else before.changed()
                     refuse_in_loss(returned)
                     return returned
@@ -293,6 +306,28 @@ def draws_in_words(step: str, common: Collection[str]) -> str:
         "other numbers than in one process, unless the step seeds them itself; a generator of its own, such as "
         "self.rng = random.Random(0), gives the same ones"
     )
+
+
+class _Changes:
+    """Tells which tensors of a batch a step changes in place.
+
+    Args:
+        tensors: The batch's.
+        values: Whether their values are compared, too, in a pass over them.
+    """
+
+    def __init__(self, tensors: list[Tensor], *, values: bool) -> None:
+        self._tensors, self._values = tensors, values
+        self._before = marks_of(tensors, values=values)
+        self.are_uncounted = False
+        """Whether one has other values, and torch has counted no change: of NumPy, or of ``.data``."""
+
+    def found(self) -> dict[int, Tensor]:
+        """The tensors that have changed, by their places."""
+        now = marks_of(self._tensors, values=self._values)
+        changed = [place for place, (was, mark) in enumerate(zip(self._before, now, strict=True)) if was != mark]
+        self.are_uncounted = any(self._before[place][0] == now[place][0] for place in changed)
+        return {place: self._tensors[place] for place in changed}
 
 
 def _cloned(value: Any) -> Any:

@@ -811,12 +811,77 @@ class ScalesItsBatch(Module):
         self.note(batch[0].abs().sum() + batch[1].sum())
 
 
+class ScalesByNumpy(ScalesItsBatch):
+    """By ways of which torch counts no change."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        samples = batch[0].numpy()
+        samples *= 0.8
+        loss = F.cross_entropy(self(batch[0] * 1.0), batch[1].clone())
+        batch[1].data.add_(1).remainder_(cases.NUM_CLASSES)
+        return loss
+
+
+class AverageOfHead(Callback):
+    """An average of the last layer's weights alone, of which the first rank has none."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        weights = dict(pl_module.named_parameters())
+        self.average = {name: weights[name].detach().clone() for name in weights if name.startswith("head.")}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        for name, weight in pl_module.named_parameters():
+            if name in self.average:
+                self.average[name].lerp_(weight.detach(), 0.1)
+
+
+class AveragesHead(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = AverageOfHead()
+
+    def configure_callbacks(self) -> Any:
+        return [self.kept]
+
+
+class AverageByPairs(Callback):
+    """A copy of layers, made before they lie on several ranks, that a hook averages, or leaves as it is."""
+
+    def __init__(self, changes: bool) -> None:
+        self.changes = changes
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.copies = [copy.deepcopy(pl_module.blocks)]
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        pairs = zip(self.copies[0].parameters(), pl_module.blocks.parameters(), strict=False)
+        for average, weight in pairs if self.changes else ():
+            average.data.lerp_(weight.data, 0.1)  # which torch does not count
+
+
+def averages_by_pairs(host: Host) -> dict[str, Any]:
+    """They took one layer's weights for another's, in silence."""
+
+    def fit(changes: bool) -> str:
+        return refused(lambda: trained(host, seeded(Module), AverageByPairs(changes)))
+
+    return {"changes": fit(True), "stays": fit(False)}
+
+
+def average_of_head(host: Host) -> dict[str, float]:
+    """Layers moved with a KeyError, and so did they at the end of a run."""
+    module = seeded(AveragesHead)
+    trained(host, module, cases.Recorder())
+    return {name: float(value.abs().sum()) for name, value in module.kept.average.items()}
+
+
 def as_in_one_process(host: Host) -> dict[str, Any]:
-    record = {}
+    record = {"average": average_of_head(host)}
     for build, arguments in (
         (HeadAlone, {"gradient_clip_val": LARGEST}),
         (StepBehindClosure, {}),
         (ScalesItsBatch, {"data": "kept"}),
+        (ScalesByNumpy, {"data": "kept"}),
     ):
         module, recorder = seeded(build), cases.Recorder()
         if arguments.get("data"):
@@ -1488,4 +1553,4 @@ SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     ],
     4: [],
 }
-ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [told_of_hooks], 4: []}
+ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [told_of_hooks, averages_by_pairs], 4: []}

@@ -529,3 +529,13 @@ def test_calls_of_several_modules_in_another_state_are_refused(two: Records) -> 
     said = two.of("refused_states")["parts"]
     assert "training_step changes torch.autocast before it calls self.encoder()" in said
     assert "put the calls into forward(), and call self(...)" in said
+
+
+def test_copies_of_layers_that_a_hook_averages_by_pairs_are_refused(two: Records) -> None:
+    """Each weight was averaged with that of another layer, and nothing was said."""
+    said = two.of("averages_by_pairs")
+    assert (
+        "AverageByPairs.copies.0 is a copy of layers" in said["changes"]
+        and "named_parameters()" in said["changes"]
+    )
+    assert said["stays"] == "not refused"
