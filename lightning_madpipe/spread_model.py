@@ -34,7 +34,6 @@ from lightning_madpipe.compat.elsewhere import AFTER_A_RUN, ON_RANK_ZERO, Elsewh
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.shared_buffers import SharedBuffers
 from lightning_madpipe.compat.state_dict_names import one_device_names
-from lightning_madpipe.compat.views_of_weights import told_views
 from lightning_madpipe.module import (
     HOLDER,
     PIPELINE,
@@ -48,6 +47,7 @@ from lightning_madpipe.module import (
     refuse_other_calls,
 )
 from lightning_madpipe.settings import fewer_stages
+from lightning_madpipe.steps.views_of_weights import told_views
 
 
 def layers_of(module: Any, captured: Callable[[], PipelineCall] | None = None) -> PipelineCall:

@@ -13,9 +13,9 @@ SEVERAL = (
 )
 NUMBERS_OF_SEVERAL = (
     "{place} takes numbers out of several parameters or gradients ({names}, ...), and a rank of a pipeline has "
-    "those of its own layers only: what is made of all of them differs; of each by itself it does not. For the "
-    "norm of all gradients use torch.nn.utils.clip_grad_norm_ in on_before_optimizer_step, or "
-    "Trainer(gradient_clip_val=...); else torch.distributed.all_reduce brings the ranks' parts together"
+    "those of its own layers only: what is made of all of them differs; of each by itself it does not while its "
+    "layer stays. For the norm of all gradients use torch.nn.utils.clip_grad_norm_ in on_before_optimizer_step, "
+    "or Trainer(gradient_clip_val=...); else torch.distributed.all_reduce brings the ranks' parts together"
 )
 ELEMENTS_OF_SEVERAL = (
     "{place} counts the elements of several parameters ({names}, ...), and a rank of a pipeline has those of its "

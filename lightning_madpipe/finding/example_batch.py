@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
 
+from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
 from deepspeed_partition.profiling.attributes import HeldState
 
@@ -24,6 +26,13 @@ STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_st
 """The step that a run makes first, by the Trainer's function."""
 _MOST_BYTES = 2**20
 """Bytes of the largest tensor or array that may be a state of the data's code."""
+
+CHANGED = (
+    "reading the data changes them in place: the first samples were read once more than in one process, as an "
+    "example, and a tensor of more than 1 MiB keeps what that has changed. Let the data set give a changed copy "
+    "(`x = self.x[i] * 0.5` for `x *= 0.5`)"
+)
+"""What is said of data that an example has changed."""
 
 
 def example_batch(trainer: Any, module: Any) -> Any:
@@ -84,11 +93,20 @@ def _called_for(loader: Any) -> Iterator[Any]:
 def _state_of_data_kept(called: Iterable[Callable[..., Any] | None]) -> Iterator[None]:
     """Put back afterwards what functions of the data hold; large tensors and arrays are the data itself."""
     held = HeldState(each for each in called if each is not None)
-    restore = held.remembered(buffers=True, copies=lambda value: bool(value.nbytes <= _MOST_BYTES), by_others=True)
+    large: list[tuple[Tensor, int]] = []
+
+    def is_small(value: Any) -> bool:
+        if value.nbytes > _MOST_BYTES and isinstance(value, Tensor) and not value.is_inference():
+            large.append((value, value._version))
+        return bool(value.nbytes <= _MOST_BYTES)
+
+    restore = held.remembered(buffers=True, copies=is_small, by_others=True)
     try:
         yield
     finally:
         restore(frozenset())
+        if any(value._version != version for value, version in large):
+            warn_once("data that reading changes", CHANGED)
 
 
 def _first_of_many(loader: Any) -> Any:

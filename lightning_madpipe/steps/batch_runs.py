@@ -102,7 +102,17 @@ class BatchRun:
         self.loss = self.gradients = self.scale = None
 
     def collect(self, outputs: Tensors) -> None:
-        """Keep what the last stage put out for one micro-batch."""
+        """Keep what the last stage put out for one micro-batch.
+
+        Raises:
+            TypeError: that is not only tensors.
+        """
+        for output in outputs:
+            if not isinstance(output, Tensor):
+                raise TypeError(
+                    f"the last layer returns {type(output).__name__}, and what a pipeline's layers return are "
+                    "tensors, alone or in a tuple: return its tensors, and make the object of them in the step"
+                )
         self.need_gradients = self.need_gradients or [tensor.requires_grad for tensor in outputs]
         self.outputs.append(tuple(tensor.detach() for tensor in outputs))
 

@@ -38,6 +38,11 @@ from lightning_madpipe.steps.recorded_calls import Call, recorded_by_other_names
 from lightning_madpipe.steps.what_layers_set import LayerTraces
 from lightning_madpipe.steps.written_files import OpenFiles, WritingTold
 
+SEEDS = (
+    "{step} seeds torch's common generators: in one process what comes after it goes by that seed, too, as the "
+    "order of a loader that shuffles does, and in a pipeline the seed ends with the step. Give such a loader a "
+    "generator of its own, DataLoader(..., generator=torch.Generator().manual_seed(0))"
+)
 MOST_LOOKS = 4
 """The runs of a step in which the values of its batch are compared before and after it."""
 
@@ -398,6 +403,8 @@ def _seeded(micro_batch: MicroBatch, note: Callable[[set[str]], None] | None = N
         yield
         note({name for name, number in _drawn_next(seed).items() if number != first.get(name, number)})
     finally:
+        if torch.initial_seed() != seed:
+            warn_once(f"seeds/{micro_batch.step}", SEEDS.format(step=micro_batch.step))
         restore()
 
 

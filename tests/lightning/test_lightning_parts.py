@@ -31,10 +31,12 @@ from deepspeed_partition.options import Options
 from lightning_madpipe.checkpoint.checkpoint_folders import LoadedFolder
 from lightning_madpipe.compat.elsewhere import Elsewhere, ElsewhereError
 from lightning_madpipe.compat.unsupported import note_on_validation_within_window, notes_on
-from lightning_madpipe.compat.views_of_weights import told_views
+from lightning_madpipe.finding import example_batch
 from lightning_madpipe.module import find_layers, outside_pipeline
 from lightning_madpipe.planning import why_left_out
 from lightning_madpipe.settings import checked_settings
+from lightning_madpipe.steps import step_runs
+from lightning_madpipe.steps.batch_runs import BatchRun
 from lightning_madpipe.steps.batches import (
     UncutBatchError,
     batch_size_of,
@@ -53,6 +55,7 @@ from lightning_madpipe.steps.other_weights import loss_depends_on_weights
 from lightning_madpipe.steps.step_results import result_of, rule_of
 from lightning_madpipe.steps.unlike_ranks import where_unlike
 from lightning_madpipe.steps.user_step import UserSteps
+from lightning_madpipe.steps.views_of_weights import told_views
 from tests.lightning.lightning_cases import Classifier, SequentialClassifier, TiedLanguageModel
 
 
@@ -823,3 +826,49 @@ def test_parameters_of_two_layers_in_one_memory_are_refused():
     second.weight.data = first.weight.data
     with pytest.raises(ValueError, match=r"net\.2\.\S+ and net\.3\.\S+, .* two parameters in one memory"):
         find_layers(module)
+
+
+def test_a_step_that_seeds_torch_is_told(monkeypatch: pytest.MonkeyPatch):
+    """The order of the next epoch's data was another one, and nothing was said."""
+    said: list[str] = []
+    monkeypatch.setattr(step_runs, "warn_once", lambda _, sentence: said.append(sentence))
+    micro_batch: Any = SimpleNamespace(step="training_step", batch_seed=3, seed=4, draws_alike=False)
+    before = torch.initial_seed()
+    with step_runs._seeded(micro_batch):
+        torch.rand(3), random.random()
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+    assert not said and torch.initial_seed() == before
+    with step_runs._seeded(micro_batch):
+        torch.manual_seed(7)
+    assert said == [step_runs.SEEDS.format(step="training_step")] and torch.initial_seed() == before
+
+
+@pytest.mark.parametrize("rows, is_told", [(4, False), (300_000, True)])
+def test_data_that_reading_changes_are_put_back_or_told(rows: int, is_told: bool, monkeypatch: pytest.MonkeyPatch):
+    """An example of large data left its first samples changed, on rank 0 alone, and nothing was said."""
+
+    class Cached:
+        def __init__(self) -> None:
+            self.x = torch.ones(rows, 4)
+
+        def __getitem__(self, place: int) -> torch.Tensor:
+            return self.x[place].mul_(0.5)
+
+    said: list[str] = []
+    monkeypatch.setattr(example_batch, "warn_once", lambda _, sentence: said.append(sentence))
+    data = Cached()
+    with example_batch._state_of_data_kept([data.__getitem__]):
+        assert data[0].sum() == 2
+    assert data.x[0].sum() == (2 if is_told else 4)
+    assert said == [example_batch.CHANGED] * is_told
+
+
+def test_a_last_layer_that_returns_an_object_is_named():
+    """With a validation it ended with an AttributeError: the object has no attribute 'requires_grad'."""
+    run = BatchRun.__new__(BatchRun)
+    run.begin()
+    with pytest.raises(
+        TypeError, match=r"the last layer returns SimpleNamespace, .* make the object of them in the step"
+    ):
+        run.collect((torch.ones(2), SimpleNamespace()))  # type: ignore[arg-type]
