@@ -9,6 +9,7 @@ and is computed where that is: it is followed by its form, and ends in nothing.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from deepspeed_partition.engine.runtime.environment import warn_once
 from lightning_madpipe.compat.by_place import goes_by_place
 from lightning_madpipe.compat.elsewhere import TABLES, ElsewhereError, HiddenTensors, Listing, StandIn
 from lightning_madpipe.compat.followed_values import RANDOM_OF_TENSORS
@@ -35,6 +37,14 @@ CHANGED_HERE = (
     "rank that has it makes the change. A function that asks for its rank may not, because the other ranks might "
     "not do it: change it in a function that does not ask"
 )
+
+KEPT = (
+    "{place} keeps what it has made of a tensor that another rank has ({name}): on this rank that is a form "
+    "without values, also when the run has ended. Go through named_parameters() and named_buffers(), which have "
+    "those of this rank, and keep what is made of them by these names"
+)
+"""What is said of a hook that keeps such a thing."""
+MOST_KEPT = 1000
 
 BY_VALUES = ("multinomial", "poisson")
 """Functions that draw as many numbers as values say."""
@@ -110,13 +120,21 @@ def _layer_that_runs(frame: FrameType | None) -> nn.Module | None:
     return module if is_elsewhere else None
 
 
+_made: list[weakref.ref[Absent]] | None = None
+"""What a hook has made of tensors that are not here; None: no hook runs."""
+
+
 @contextmanager
-def reached_in_hooks(module: nn.Module) -> Iterator[None]:
+def reached_in_hooks(module: nn.Module, place: str) -> Iterator[None]:
     """Let hooks reach tensors of other ranks meanwhile.
 
     Code that goes by the places of parameters has all of them, in the order of the model. Code that changes a
-    tensor by its name does so where that is.
+    tensor by its name does so where that is. What it keeps of what is made of them is told.
+
+    Args:
+        place: The hook, in words.
     """
+    global _made
 
     def absent(tensor: Tensor, refusal: str) -> Absent:
         is_parameter = isinstance(tensor, nn.Parameter)
@@ -135,11 +153,17 @@ def reached_in_hooks(module: nn.Module) -> Iterator[None]:
             return StandIn.of(tensor, refusal + CHANGED_HERE)
         return absent(tensor, refusal + CHANGED_HERE)
 
-    before = HiddenTensors.listing_for, HiddenTensors.stand_in
+    before, made_before = (HiddenTensors.listing_for, HiddenTensors.stand_in), _made
     HiddenTensors.listing_for, HiddenTensors.stand_in = listing_for, stand_in
+    made = _made = []
     try:
         yield
+        kept = next((value for each in made if (value := each()) is not None), None)
+        if kept is not None:
+            name = kept._refusal.partition(" ")[0]
+            warn_once(f"kept/{place}", KEPT.format(place=place, name=name if "." in name else "of its place"))
     finally:
+        _made = made_before
         HiddenTensors.listing_for, HiddenTensors.stand_in = before
 
 
@@ -199,9 +223,16 @@ def _by_form(function: Callable[..., Any], arguments: Any, keywords: Mapping[str
             result = function(*tree_map(form, tuple(arguments)), **tree_map(form, dict(keywords)))
     except Exception as error:  # numbers cannot be taken out of what is not here
         raise ElsewhereError(refusal) from error
-    return tree_map(
-        lambda value: Absent.like(value, device, refusal) if isinstance(value, Tensor) else value, result
-    )
+
+    def absent(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        made = Absent.like(value, device, refusal)
+        if _made is not None and len(_made) < MOST_KEPT:
+            _made.append(weakref.ref(made))
+        return made
+
+    return tree_map(absent, result)
 
 
 def _without_absent(function: Callable[..., Any], arguments: Any, keywords: Mapping[str, Any]) -> Any:

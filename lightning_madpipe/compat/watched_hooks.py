@@ -155,7 +155,7 @@ class HookWatch:
                 norms = self._norms.over_all_ranks(self._in_flight.why_no_norm(place))
             told = self._instead(mode, lambda *found: self._tell_of_count(owner, hook, *found))
             masters = written_into_masters(self._module, mode.written) if self._flattened else nullcontext()
-            with alone, norms, settings, masters, told, reached_in_hooks(self._module):
+            with alone, norms, settings, masters, told, reached_in_hooks(self._module, place):
                 yield profiled
 
     @contextmanager
@@ -181,7 +181,7 @@ class HookWatch:
         )
         is_behind = name.startswith(POST_HOOK)
         settings = self._in_flight.with_settings(f"{name} of {owner}") if is_behind else nullcontext()
-        with alone, settings, masters, told, reached_in_hooks(self._module):
+        with alone, settings, masters, told, reached_in_hooks(self._module, f"{name} of {owner}"):
             yield
 
     @contextmanager

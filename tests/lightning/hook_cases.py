@@ -868,6 +868,40 @@ def averages_by_pairs(host: Host) -> dict[str, Any]:
     return {"changes": fit(True), "stays": fit(False)}
 
 
+class AverageByModules(Callback):
+    """Keeps averages by the names of modules, and looks at them by these names."""
+
+    def __init__(self) -> None:
+        self.averages: dict[str, torch.Tensor] = {}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        for name, part in pl_module.named_modules():
+            if isinstance(part, nn.Linear):
+                weight = part.weight.detach()
+                before = self.averages.get(name)
+                self.averages[name] = weight.clone() if before is None else before.lerp(weight, 0.1)
+
+
+class LooksByModules(Callback):
+    """Computes with weights that are elsewhere, and keeps nothing."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        for part in pl_module.modules():
+            if isinstance(part, nn.Linear):
+                part.weight.detach().abs()
+
+
+def kept_by_modules(host: Host) -> dict[str, list[str]]:
+    """The averages of weights on other ranks were tensors without values, and nothing was said."""
+
+    def fit(callback: Callback) -> list[str]:
+        with lines() as said:
+            trained(host, seeded(Module), callback)
+        return [line for line in said if "a form without values" in line]
+
+    return {type(each).__name__: fit(each) for each in (AverageByModules(), LooksByModules())}
+
+
 def average_of_head(host: Host) -> dict[str, float]:
     """Layers moved with a KeyError, and so did they at the end of a run."""
     module = seeded(AveragesHead)
@@ -1553,4 +1587,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     ],
     4: [],
 }
-ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [told_of_hooks, averages_by_pairs], 4: []}
+ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
+    2: [told_of_hooks, averages_by_pairs, kept_by_modules],
+    4: [],
+}

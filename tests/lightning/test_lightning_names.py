@@ -539,3 +539,12 @@ def test_copies_of_layers_that_a_hook_averages_by_pairs_are_refused(two: Records
         and "named_parameters()" in said["changes"]
     )
     assert said["stays"] == "not refused"
+
+
+def test_what_a_hook_keeps_of_other_ranks_is_told_once(two: Records) -> None:
+    said = [rank["kept_by_modules"] for rank in two.ranks]
+    [line] = [line for each in said for line in each["AverageByModules"]]
+    assert line.startswith(
+        "on_train_batch_end of AverageByModules keeps what it has made of a tensor that another "
+    )
+    assert [each["LooksByModules"] for each in said] == [[], []]
