@@ -9,10 +9,12 @@ class. A stream that is given to the Trainer as it is, and can be read once, get
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
@@ -26,10 +28,12 @@ STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_st
 """The step that a run makes first, by the Trainer's function."""
 _MOST_BYTES = 2**20
 """Bytes of the largest tensor or array that may be a state of the data's code."""
+_MOST_BYTES_READ = 2**28
+"""Bytes of the largest array that is looked through for changes, in a quarter of a second."""
 
 CHANGED = (
     "reading the data changes them in place: the first samples were read once more than in one process, as an "
-    "example, and a tensor of more than 1 MiB keeps what that has changed. Let the data set give a changed copy "
+    "example, and data of more than 1 MiB keep what that has changed. Let the data set give a changed copy "
     "(`x = self.x[i] * 0.5` for `x *= 0.5`)"
 )
 """What is said of data that an example has changed."""
@@ -93,11 +97,11 @@ def _called_for(loader: Any) -> Iterator[Any]:
 def _state_of_data_kept(called: Iterable[Callable[..., Any] | None]) -> Iterator[None]:
     """Put back afterwards what functions of the data hold; large tensors and arrays are the data itself."""
     held = HeldState(each for each in called if each is not None)
-    large: list[tuple[Tensor, int]] = []
+    large: list[tuple[Any, Any]] = []
 
     def is_small(value: Any) -> bool:
-        if value.nbytes > _MOST_BYTES and isinstance(value, Tensor) and not value.is_inference():
-            large.append((value, value._version))
+        if value.nbytes > _MOST_BYTES:
+            large.append((value, _mark_of(value)))
         return bool(value.nbytes <= _MOST_BYTES)
 
     restore = held.remembered(buffers=True, copies=is_small, by_others=True)
@@ -105,8 +109,16 @@ def _state_of_data_kept(called: Iterable[Callable[..., Any] | None]) -> Iterator
         yield
     finally:
         restore(frozenset())
-        if any(value._version != version for value, version in large):
+        if any(_mark_of(value) != mark for value, mark in large):
             warn_once("data that reading changes", CHANGED)
+
+
+def _mark_of(value: Any) -> int | None:
+    """What is another number when a large tensor or array has changed; None where that takes too long."""
+    if isinstance(value, Tensor):
+        return None if value.is_inference() else value._version
+    is_plain = type(value) is np.ndarray and value.flags.c_contiguous and value.dtype.kind in "biufc"
+    return zlib.crc32(value) if is_plain and value.nbytes <= _MOST_BYTES_READ else None
 
 
 def _first_of_many(loader: Any) -> Any:

@@ -844,16 +844,21 @@ def test_a_step_that_seeds_torch_is_told(monkeypatch: pytest.MonkeyPatch):
     assert said == [step_runs.SEEDS.format(step="training_step")] and torch.initial_seed() == before
 
 
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
 @pytest.mark.parametrize("rows, is_told", [(4, False), (300_000, True)])
-def test_data_that_reading_changes_are_put_back_or_told(rows: int, is_told: bool, monkeypatch: pytest.MonkeyPatch):
+def test_data_that_reading_changes_are_put_back_or_told(
+    rows: int, is_told: bool, kind: str, monkeypatch: pytest.MonkeyPatch
+):
     """An example of large data left its first samples changed, on rank 0 alone, and nothing was said."""
 
     class Cached:
         def __init__(self) -> None:
-            self.x = torch.ones(rows, 4)
+            self.x: Any = torch.ones(rows, 4) if kind == "torch" else numpy.ones((rows, 4))
 
-        def __getitem__(self, place: int) -> torch.Tensor:
-            return self.x[place].mul_(0.5)
+        def __getitem__(self, place: int) -> Any:
+            row = self.x[place]
+            row *= 0.5
+            return row
 
     said: list[str] = []
     monkeypatch.setattr(example_batch, "warn_once", lambda _, sentence: said.append(sentence))
