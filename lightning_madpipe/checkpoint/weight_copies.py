@@ -566,8 +566,9 @@ class WeightCopies:
         if any(isinstance(each, Tensor) and each in self._names for each in inside):
             is_copy = any(isinstance(each, Tensor) and each not in self._names for each in _tensors_in(members))
             return STAYS if is_copy else WEIGHTS_STAY
-        if isinstance(value, dict) and len(value) > 1 and all(key in self._all for key in value):
-            return STAYS  # arrays by name, or objects
+        is_by_name = isinstance(value, dict) and len(value) > 1 and all(key in self._all for key in value)
+        if is_by_name and not any(map(_is_plain, value.values())):
+            return STAYS  # arrays or objects; numbers by name, such as rates, are the same anywhere
         tensors = [each for each in members if isinstance(each, Tensor)]
         forms = {weight.shape for weight in self._all.values() if weight.is_listed and len(weight.shape)}
         shapes = {tensor.shape for tensor in tensors}
