@@ -9,8 +9,9 @@ user holds. The engine stays beside them, for ``trainer.save_checkpoint`` after 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import psutil
@@ -25,13 +26,18 @@ from deepspeed_partition.engine.pipeline.parts import held_modules, parts_of, te
 from deepspeed_partition.engine.pipeline.stages import allocation_of
 from deepspeed_partition.engine.repartition.one_memory import lay_together, memories_of, take_apart
 from deepspeed_partition.engine.repartition.part_descriptions import (
+    SentTensor,
+    Unsendable,
+    attributes_of_tensor,
     changed_attributes,
     remember_attributes,
     say_what_stays,
     set_attributes,
     tensors_in,
 )
+from deepspeed_partition.engine.repartition.shared_tensors import with_present
 from deepspeed_partition.engine.runtime.collectives import gather_objects, receive_bytes, send_bytes
+from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.engine.warmup.run_platform import machine_memory_bytes
 from deepspeed_partition.planner.units import format_bytes
 from deepspeed_partition.tensor_values import bytes_view
@@ -181,8 +187,8 @@ class LayersOfUser:
     def gather(self, place: str) -> str | None:
         """Bring each layer from the rank that trains it to all others, or to rank 0 alone. Collective.
 
-        One tensor at a time is on its way. What the layer has set on itself, such as a counter, comes with it;
-        objects that no other process can have are named.
+        One tensor at a time is on its way. What the layer has set on itself, such as a counter, and what a program
+        has set on a tensor, comes with it; objects that no other process can have are named.
 
         Args:
             place: ``"every_rank"`` or ``"rank_zero"``.
@@ -198,31 +204,47 @@ class LayersOfUser:
         owners = {part.name: part.owners(allocation) for part in parts}
         own = {name: layers[name] for name in owners if owners[name][0] == stage}
         mine = {
-            name: (self._described(layer), changed_attributes(layer), memories_of(tensors_in(layer)))
+            name: (
+                self._described(layer),
+                {own: attributes_of_tensor(tensor) for own, tensor in tensors_by_name(layer).items()},
+                changed_attributes(layer),
+                memories_of(tensors_in(layer)),
+            )
             for name, layer in own.items()
         }
         everyone = {name: infos for theirs in gather_objects(mine, group) for name, infos in theirs.items()}
-        described = {name: info for name, (info, _, _) in everyone.items()}
+        described = {name: info for name, (info, *_) in everyone.items()}
         receives = place == "every_rank" or dist.get_rank() == 0
         arriving = {name: receives and stage not in owners[name] for name in owners}
-        reason = _why_no_room(self._bytes_to_allocate([name for name in owners if arriving[name]], described))
+        coming = [name for name in owners if arriving[name]]
+        on_tensors = {name: there for name, (_, there, *_) in everyone.items()}
+        reason = _why_no_room(self._bytes_to_allocate(coming, described, on_tensors))
         if reason is not None:
             return reason
         self.take_back()
         for name in owners:
             source, tensors = grid.stage_to_global(stage_id=owners[name][0]), tensors_by_name(layers[name])
-            _, changed, memories = everyone[name]
-            if arriving[name]:
+            _, set_on_tensors, changed, memories = everyone[name]
+            arrives = arriving[name]
+            pass_on = partial(passed_on, source=source, group=group, place=place, arrives=arrives)
+            if arrives:
                 take_apart(tensors_in(layers[name]), memories)
             for info in described[name]:
-                value = tensors[info.name] if dist.get_rank() == source else None
-                value = passed_on(value, info, source, group, place, arrives=arriving[name])
-                if arriving[name]:
-                    lay_into(tensors[info.name], value, info)
-            if arriving[name]:
+                tensor, is_source = tensors[info.name], dist.get_rank() == source
+                value = pass_on(tensor if is_source else None, info)
+                if arrives:
+                    lay_into(tensor, value, info)
+                set_there = set_on_tensors[info.name]
+                for key, sent in sorted(set_there.items()):
+                    if isinstance(sent, SentTensor):
+                        value = vars(tensor)[key] if is_source else None
+                        set_there[key] = pass_on(value, TensorInfo(key, sent.shape, sent.dtype, False))
+                if arrives:
+                    _set_on_tensor(tensor, info.name, set_there)
+            if arrives:
                 set_attributes(layers[name], changed)
                 lay_together(tensors_in(layers[name]), memories)
-        say_what_stays(changed for _, changed, _ in everyone.values())
+        say_what_stays(changed for _, _, changed, _ in everyone.values())
         if place == "every_rank":
             remember_attributes(layers.values(), again=True)
         return None
@@ -273,7 +295,12 @@ class LayersOfUser:
             for name, tensor in tensors_by_name(layer).items()
         ]
 
-    def _bytes_to_allocate(self, arriving: Sequence[str], described: dict[str, list[TensorInfo]]) -> int:
+    def _bytes_to_allocate(
+        self,
+        arriving: Sequence[str],
+        described: Mapping[str, list[TensorInfo]],
+        set_on_tensors: Mapping[str, Mapping[str, Mapping[str, Any]]],
+    ) -> int:
         layers = self.layers()
         needed = 0
         for name in arriving:
@@ -284,6 +311,12 @@ class LayersOfUser:
                     "before fit, and not in it"
                 )
             needed += sum(_bytes_of(info) for info in described[name] if not _fits_into(tensors[info.name], info))
+            needed += sum(
+                sent.shape.numel() * sent.dtype.itemsize
+                for there in set_on_tensors[name].values()
+                for sent in there.values()
+                if isinstance(sent, SentTensor)
+            )
         if self.are_with_engine:
             for tensor in self._own():
                 if hasattr(tensor, "_hp_mapping") or tensor.dtype != self.type_of(tensor):
@@ -341,6 +374,26 @@ def lay_into(tensor: Tensor, value: Tensor | None, info: TensorInfo) -> None:
         tensor.data = value.to("cpu")
     if isinstance(tensor, nn.Parameter):
         tensor.requires_grad_(info.requires_grad)
+
+
+def _set_on_tensor(tensor: Tensor, name: str, there: Mapping[str, Any]) -> None:
+    """Let a tensor have the attributes that a program has set on it on another rank, and no others."""
+    own = vars(tensor)
+    for key in attributes_of_tensor(tensor).keys() - there.keys():
+        del own[key]
+    for key, value in there.items():
+        present = own.get(key)
+        if isinstance(value, Tensor):
+            own[key] = with_present(value.to("cpu"), present)
+        elif not isinstance(value, Unsendable):
+            if type(present) is not type(value) or present != value:
+                own[key] = value
+        elif key not in own:
+            warn_once(
+                f"stays/{name}.{key}",
+                f"the attribute {key} of the tensor {name} ({value.type_name}) is on the rank alone that ran its "
+                "layer, for no other process can have it: set it before fit, or again when fit has returned",
+            )
 
 
 def _fits_into(tensor: Tensor, info: TensorInfo) -> bool:

@@ -29,7 +29,10 @@ STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_st
 _MOST_BYTES = 2**20
 """Bytes of the largest tensor or array that may be a state of the data's code."""
 _MOST_BYTES_READ = 2**28
-"""Bytes of the largest array that is looked through for changes, in a quarter of a second."""
+"""Bytes at the beginning of an array that are looked through for changes, in a quarter of a second.
+
+The first batch is there, where data are not shuffled.
+"""
 
 CHANGED = (
     "reading the data changes them in place: the first samples were read once more than in one process, as an "
@@ -114,11 +117,11 @@ def _state_of_data_kept(called: Iterable[Callable[..., Any] | None]) -> Iterator
 
 
 def _mark_of(value: Any) -> int | None:
-    """What is another number when a large tensor or array has changed; None where that takes too long."""
+    """What is another number when a large tensor or array has changed; None where its bytes are not one row."""
     if isinstance(value, Tensor):
         return None if value.is_inference() else value._version
-    is_plain = type(value) is np.ndarray and value.flags.c_contiguous and value.dtype.kind in "biufc"
-    return zlib.crc32(value) if is_plain and value.nbytes <= _MOST_BYTES_READ else None
+    is_plain = isinstance(value, np.ndarray) and value.flags.c_contiguous and value.dtype.kind in "biufc"
+    return zlib.crc32(value.reshape(-1).view(np.uint8)[:_MOST_BYTES_READ]) if is_plain else None
 
 
 def _first_of_many(loader: Any) -> Any:

@@ -980,6 +980,32 @@ def types_that_are_flattened(host: cases.Host) -> dict[str, Any]:
 # What layers set on themselves
 
 
+class Marks(pl.Callback):
+    """Sets attributes on the parameters that its rank has."""
+
+    shared = ["one list of all"]  # noqa: RUF012
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        for name, weight in module.named_parameters():
+            weight.marked, weight.among = name, self.shared
+            weight.mean = weight.detach() / 2 if hasattr(weight, "mean") else torch.zeros_like(weight)
+            vars(weight).pop("until_fit", None)
+
+
+def attributes_that_hooks_set(host: cases.Host) -> dict[str, Any]:
+    """What hooks set on parameters is there when a fit has returned, and so what a second fit has set anew."""
+    module, record = cases.seeded(cases.Classifier), {}
+    for fit in ("first", "second"):
+        for weight in module.parameters():
+            weight.until_fit = True
+        fitted(host, module, Marks(), max_epochs=1, strategy={"algorithm": [0, 3, 8]})
+        record[fit] = {
+            name: [weight.marked, weight.among, float(weight.mean.sum()), hasattr(weight, "until_fit")]
+            for name, weight in module.named_parameters()
+        }
+    return record
+
+
 class Meter:
     """An object of the program."""
 
@@ -1112,6 +1138,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         unfrozen_and_fitted_again,
         planned_otherwise,
         layers_that_keep,
+        attributes_that_hooks_set,
         scripted_layers,
         adjusted_on_rank_zero,
         changed_on_rank_zero,

@@ -25,7 +25,7 @@ def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         "read_where_a_file_is_expected", "compiled_sequential", "whole_again", "optimizer_from_outside",
         "tied_and_metric", "types_stay", "compiled_again", "unfrozen_and_fitted_again", "planned_otherwise",
         "layers_that_keep", "scripted_layers", "adjusted_on_rank_zero",
-        "copied_layers", "changed_on_rank_zero", "built_unlike",
+        "copied_layers", "changed_on_rank_zero", "built_unlike", "attributes_that_hooks_set",
     ],
 )  # fmt: skip
 def test_two_stages_do_as_one_process(two: Records, case: str) -> None:
@@ -38,7 +38,8 @@ def test_two_stages_do_as_one_process(two: Records, case: str) -> None:
     of the time when they had, and the trained model computed something else on each rank without a word. Scripted
     layers ended with an AttributeError. What a script changed on rank 0 after ``whole_model="rank_zero"`` stayed
     there. Copies of layers that a hook had made with ``copy.deepcopy`` lacked tensors when they were loaded.
-    Weights that a script loaded on rank 0 alone counted for the layers of rank 0 alone.
+    Weights that a script loaded on rank 0 alone counted for the layers of rank 0 alone. What hooks had set on
+    parameters was missing on ranks that had not run their layers.
     """
     assert_same(two.of(case), two.reference[case], tolerance=TOLERANCES.get(case, 1e-5))
 

@@ -844,7 +844,7 @@ def test_a_step_that_seeds_torch_is_told(monkeypatch: pytest.MonkeyPatch):
     assert said == [step_runs.SEEDS.format(step="training_step")] and torch.initial_seed() == before
 
 
-@pytest.mark.parametrize("kind", ["torch", "numpy"])
+@pytest.mark.parametrize("kind", ["torch", "numpy", "more than is looked through"])
 @pytest.mark.parametrize("rows, is_told", [(4, False), (300_000, True)])
 def test_data_that_reading_changes_are_put_back_or_told(
     rows: int, is_told: bool, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -862,6 +862,8 @@ def test_data_that_reading_changes_are_put_back_or_told(
 
     said: list[str] = []
     monkeypatch.setattr(example_batch, "warn_once", lambda _, sentence: said.append(sentence))
+    if kind == "more than is looked through":
+        monkeypatch.setattr(example_batch, "_MOST_BYTES_READ", 2**20)
     data = Cached()
     with example_batch._state_of_data_kept([data.__getitem__]):
         assert data[0].sum() == 2
