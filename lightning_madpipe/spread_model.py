@@ -323,6 +323,13 @@ class SpreadModel:
         if found:
             raise self._lightning.refusal(CHANGED.format(places=" and ".join(found), way_out=WAY_OUT))
 
+    def say_changed_copies(self) -> None:
+        """Name copies that a hook has changed between two looks of :meth:`refuse_changed_copies`."""
+        found = self.copies.changed_by_now() if self.pipeline.num_stages > 1 else []
+        if found:
+            places = " and ".join(found)
+            warn_once(f"changed copies/{places}", CHANGED.format(places=places, way_out=WAY_OUT))
+
     def is_whole_everywhere(self) -> bool:
         """Whether every rank has all layers. Collective."""
         [is_whole] = reduced([int(self.pipeline.is_whole)], dist.ReduceOp.MIN)

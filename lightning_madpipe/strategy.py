@@ -923,6 +923,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
 
     def on_train_end(self) -> None:
         self._refuse_step_that_was_left_out()
+        self._spread.say_changed_copies()
         if self._warm_up is not None and self.deepspeed_engine.is_warming_up:
             self._warm_up.say_that_no_plan_was_made()
 

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.weak import WeakIdKeyDictionary
 
+from deepspeed_partition.code_names import is_librarys
 from deepspeed_partition.engine.pipeline.own_optimizers import OF_TORCH
 from deepspeed_partition.engine.pipeline.parts import tensors_by_name
 from deepspeed_partition.engine.pipeline.tied_copies import parameter_names
@@ -39,12 +40,13 @@ from lightning_madpipe.checkpoint.whole_model import TensorInfo, passed_on
 from lightning_madpipe.compat.elsewhere import HiddenTensors
 from lightning_madpipe.module import PIPELINE, outside_pipeline
 
-MOST_LOOKS = 4
-"""How many steps, from the first one, are followed by a look at whether a copy has changed."""
+LOOKS_AT_ALL = 4
+"""How many calls, from the first one, look at whether a copy has changed; later ones do at the powers of two."""
 CHANGED = (
     "{places} is a copy of layers, made when they were all on this rank, and something has changed its weights "
     "since, as an average does: in hooks each rank has the weights of its own layers, so that "
-    "zip(copy.parameters(), module.parameters()) takes those of one layer for those of another: {way_out}"
+    "zip(copy.parameters(), module.parameters()) takes those of one layer for those of another, and others keep "
+    "what they were: {way_out}"
 )
 """What is said of a copy that changes."""
 
@@ -149,33 +151,37 @@ class WeightCopies:
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._has_said: set[str] = set()
         self._learn_names()
-        self._whole = [(place, value, _marks_of(value)) for place, value in self._whole_copies()]
+        self._whole = [(place, value, _marks_of(value)) for place, value in list(self._whole_copies())]
         """The modules that were copied when all layers were here, and how they were then."""
-        self._num_looks = 0
+        self._num_calls = 0
 
     def changed(self) -> list[str]:
         """The copies of layers, made before these were spread, that have changed since: a hook averages them, say.
 
-        It is looked at in the first calls only, for it takes a pass over the copies.
+        A look takes a pass over the copies, so that after the first calls they are few.
         """
-        self._num_looks += 1
-        if self._num_looks > MOST_LOOKS:
+        self._num_calls += 1
+        if self._num_calls > LOOKS_AT_ALL and self._num_calls & (self._num_calls - 1):
             return []
+        return self.changed_by_now()
+
+    def changed_by_now(self) -> list[str]:
+        """The copies that :meth:`changed` may name, looked at in this call."""
         return [place for place, value, marks in self._whole if _has_changed(marks, _marks_of(value))]
 
     def _whole_copies(self) -> Iterator[tuple[str, nn.Module]]:
-        parts: dict[type, list[dict[str, torch.Size]]] = {}
+        parts: dict[type, list[nn.Module]] = {}
         here = {id(weight) for weight in self._module.parameters()}
         with self._pipeline.elsewhere.lifted():
             for part in self._module.modules():
                 if any(id(weight) not in here for weight in part.parameters()):
-                    parts.setdefault(type(part), []).append(_shapes_of(part))
-        own, found = set(map(id, self._module.modules())), set[int]()
-        for place, value in self._walk() if parts else ():
-            is_new = isinstance(value, nn.Module) and id(value) not in own | found
-            if is_new and _shapes_of(value) in parts.get(type(value), ()):
-                found.update(map(id, value.modules()))
-                yield place, value
+                    parts.setdefault(type(part), []).append(part)
+            own, found = set(map(id, self._module.modules())), set[int]()
+            for place, value in self._walk() if parts else ():
+                is_new = isinstance(value, nn.Module) and id(value) not in own | found
+                if is_new and any(_is_copy_of(value, part) for part in parts.get(type(value), ())):
+                    found.update(map(id, value.modules()))
+                    yield place, value
 
     def cut_to_own(
         self, optimizer: Optimizer, given: Sequence[tuple[dict[str, Any], Sequence[Tensor]]], *, flattened: bool
@@ -683,6 +689,16 @@ def _attribute(place: str) -> str:
 
 def _shapes_of(module: nn.Module) -> dict[str, torch.Size]:
     return {name: weight.shape for name, weight in module.named_parameters()}
+
+
+def _is_copy_of(value: nn.Module, part: nn.Module) -> bool:
+    """Whether a module is like a part: by its class and forms, and if the class is torch's, by its values, too.
+
+    A probe that a callback trains may have the class and the form of a layer, such as ``nn.Linear``.
+    """
+    if _shapes_of(value) != _shapes_of(part):
+        return False
+    return not is_librarys(type(value)) or not _has_changed(_marks_of(part), _marks_of(value))
 
 
 def _marks_of(module: nn.Module) -> list[tuple[torch.dtype, Any]]:

@@ -845,27 +845,53 @@ class AveragesHead(Module):
 
 
 class AverageByPairs(Callback):
-    """A copy of layers, made before they lie on several ranks, that a hook averages, or leaves as it is."""
+    """A copy of layers, made before they lie on several ranks, that a hook averages from a step on.
 
-    def __init__(self, changes: bool) -> None:
-        self.changes = changes
+    Args:
+        begins: The step; None: it stays as it is.
+    """
+
+    def __init__(self, begins: int | None) -> None:
+        self.begins, self.num_steps = begins, 0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self.copies = [copy.deepcopy(pl_module.blocks)]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         pairs = zip(self.copies[0].parameters(), pl_module.blocks.parameters(), strict=False)
-        for average, weight in pairs if self.changes else ():
+        self.num_steps += 1
+        for average, weight in pairs if self.begins is not None and self.num_steps >= self.begins else ():
             average.data.lerp_(weight.data, 0.1)  # which torch does not count
+
+
+class Probe(Callback):
+    """Trains a layer of its own, of the class and the form of one of the model, but for its values."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.copies = [
+            nn.Linear(head.in_features, head.out_features) for head in (pl_module.embed, pl_module.head)
+        ]
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        for layer in self.copies:
+            layer.weight.data.mul_(0.5)
 
 
 def averages_by_pairs(host: Host) -> dict[str, Any]:
     """They took one layer's weights for another's, in silence."""
 
-    def fit(changes: bool) -> str:
-        return refused(lambda: trained(host, seeded(Module), AverageByPairs(changes)))
+    def fit(callback: Callback, num_epochs: int = 1) -> Any:
+        with lines() as said:
+            refusal = refused(lambda: trained(host, seeded(Module), callback, max_epochs=num_epochs))
+        return [refusal, [line for line in said if "is a copy of layers" in line]]
 
-    return {"changes": fit(True), "stays": fit(False)}
+    return {
+        "changes": fit(AverageByPairs(1)),
+        "stays": fit(AverageByPairs(None)),
+        "begins late": fit(AverageByPairs(6), num_epochs=2),
+        "begins behind the last look": fit(AverageByPairs(4)),
+        "a probe": fit(Probe()),
+    }
 
 
 class AverageByModules(Callback):

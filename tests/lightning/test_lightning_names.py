@@ -532,13 +532,22 @@ def test_calls_of_several_modules_in_another_state_are_refused(two: Records) -> 
 
 
 def test_copies_of_layers_that_a_hook_averages_by_pairs_are_refused(two: Records) -> None:
-    """Each weight was averaged with that of another layer, and nothing was said."""
-    said = two.of("averages_by_pairs")
-    assert (
-        "AverageByPairs.copies.0 is a copy of layers" in said["changes"]
-        and "named_parameters()" in said["changes"]
-    )
-    assert said["stays"] == "not refused"
+    """Each weight was averaged with that of another layer, and nothing was said; later than in four steps, too.
+
+    A probe that had the form of a layer was refused as its copy.
+    """
+    ranks = [rank["averages_by_pairs"] for rank in two.ranks]
+    for rank in ranks:
+        for case in ("changes", "begins late"):
+            refusal, said = rank[case]
+            assert "AverageByPairs.copies.0 is a copy of layers" in refusal and "named_parameters()" in refusal
+            assert not said
+        for case in ("stays", "begins behind the last look", "a probe"):
+            assert rank[case][0] == "not refused", case
+    told = {case: [line for rank in ranks for line in rank[case][1]] for case in ranks[0]}
+    assert not told["stays"] and not told["a probe"]
+    [line] = told["begins behind the last look"]
+    assert "AverageByPairs.copies.0 is a copy of layers" in line
 
 
 def test_what_a_hook_keeps_of_other_ranks_is_told_once(two: Records) -> None:
