@@ -15,7 +15,7 @@ import torch
 
 from deepspeed_partition.capture.graph import Graph, Node, returned_by
 from deepspeed_partition.capture.program import Claim, Program, Step, numbers_needed
-from deepspeed_partition.capture.recording import Ref, SizeOf
+from deepspeed_partition.capture.recording import Recording, Ref, SizeOf
 from deepspeed_partition.capture.sizes import Condition, Dimension, Returned, dimensions_in
 
 MOST_REPEATED = 1 / 64
@@ -250,6 +250,28 @@ def _changed_attributes(nodes: Iterable[Node], graph: Graph) -> set[str]:
 # Programs
 
 
+_TAKE_SIZES = frozenset((
+    "arange", "chunk", "empty", "expand", "full", "narrow", "new_empty", "new_full", "new_ones", "new_zeros",
+    "ones", "rand", "randn", "repeat", "reshape", "split", "split_with_sizes", "tensor_split", "unflatten",
+    "unfold", "view", "zeros",
+))  # fmt: skip
+"""Functions that are given sizes; numbers that others are given are dimensions, mostly."""
+
+
+def _sizes_of_model(recording: Recording) -> set[int]:
+    """The numbers that a model has whatever it is given: sizes of its tensors, and those that its code writes.
+
+    A size of the data that is one of them says little of another size that is, such as the width of a head.
+    """
+    found = {size for tensor in recording.attributes.values() for size in tensor.shape}
+    calls = [recording.root]
+    for call in calls:  # grows by those within modules
+        if getattr(call.target, "__name__", "") in _TAKE_SIZES:
+            found.update(leaf for leaf in call.given.leaves if type(leaf) is int)
+        calls += call.calls
+    return found
+
+
 def programs_of(
     flow: Flow, layer_of: dict[int, int], num_layers: int, input_names: Sequence[str]
 ) -> list[Program]:
@@ -265,6 +287,7 @@ class _Programs:
         self.made_in.update(dict.fromkeys(self.graph.inputs, 0))
         self.nodes: list[list[Node]] = [[] for _ in range(num_layers)]
         self._first_known: dict[Dimension, int] = {}
+        self._of_model = _sizes_of_model(self.graph.recording)
         for node in flow.main:
             self.nodes[layer_of[node.number]].append(node)
 
@@ -333,7 +356,9 @@ class _Programs:
             for place, size in enumerate(values[value].shape)
             if size == wanted
         ]
-        alike = [each for each in same if each[1] == number.place] or (same if len(same) == 1 else [])
+        alike = [each for each in same if each[1] == number.place]
+        if not alike and len(same) == 1 and wanted not in self._of_model:
+            alike = same
         return Claim(number, *alike[0]) if alike else None
 
     def _conditions_by_layer(self) -> list[list[Condition]]:

@@ -518,8 +518,14 @@ class _Look:
         """Name a layer whose gradient for a sample depends on other samples, and what its backward keeps."""
         ways = []
         for own, between in ((passed, parts), (whole, following)):
-            if between.alone is None or self._halves(own, between) is None:
+            halves = self._halves(own, between)
+            if between.alone is None or halves is None:
                 return  # it is not known where either half stands
+            # Nor where rows of a half alone are others, as of queries that are the same for all samples.
+            is_run_alone = between is parts or not draws
+            pairs = zip((*halves[0], *halves[1]), (*between.alone[0], *between.alone[1]), strict=True)
+            if is_run_alone and any(_differ_by_more(one, other) for one, other in pairs):
+                return
             ways.append(Halves(between.alone, tuple(map(grown_dim, own, between.alone[0]))))
         parameters = [weight for module in self._modules for weight in module.parameters() if weight.requires_grad]
         if not any(self.needed_behind):

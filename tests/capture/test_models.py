@@ -390,8 +390,8 @@ def test_what_is_made_from_sizes_alone_may_be_asked(overwrites):
         run_in_order(layers, words(3, 9))
 
 
-def test_a_size_that_was_another_one_by_chance_is_refused():
-    """Length and width are both 8 in the capture; where they differ, nothing is computed with the wrong one."""
+def test_a_size_that_was_another_one_by_chance_is_told_apart():
+    """Length and width are both 8 in the capture; where they differed, a batch was refused."""
 
     class Chance(nn.Module):
         def __init__(self) -> None:
@@ -406,11 +406,46 @@ def test_a_size_that_was_another_one_by_chance_is_refused():
 
     model = Chance()
     layers = captured_layers(model, torch.randn(2, 8, 8))
-    try:
-        actual = run_in_order(layers, torch.randn(2, 5, 8))
-    except ShapeError:
-        return
-    torch.testing.assert_close(actual, model(torch.randn(2, 5, 8)))
+    assert_same(model, layers, [((torch.randn(2, size, 8),), {}) for size in (8, 5)])
+
+
+def test_a_size_at_the_place_of_another_one_is_refused():
+    """Length and width are both 8 in the capture, and change places; nothing is computed with the wrong one."""
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            length = x.shape[1]
+            for layer in self.layers:
+                x = layer(x).mean(1, keepdim=True).transpose(1, 2).expand(-1, -1, 8) * length
+            return x
+
+    layers = captured_layers(Turned(), torch.randn(2, 8, 8))
+    with pytest.raises(ShapeError, match=r"a size of 5 was the same as another one .*, which is 8 now"):
+        run_in_order(layers, torch.randn(2, 5, 8))
+
+
+def test_a_width_that_was_the_number_of_samples_by_chance_is_not_taken_for_it():
+    """Four samples, heads of width 4: batches of other sizes were refused."""
+
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries = nn.Parameter(torch.randn(1, 3, 8))
+            self.q, self.k, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k = self.q(self.queries.repeat(len(x), 1, 1)), self.k(x)
+            q, k = (torch.cat(each.split(4, 2), 0) for each in (q, k))  # as many rows as heads * samples
+            out = q + (q @ k.transpose(1, 2)).softmax(2) @ k
+            return self.last(torch.cat(out.split(len(x), 0), 2)).mean((1, 2))
+
+    model = Pooled()
+    layers = captured_layers(model, torch.randn(4, 5, 8))
+    assert_same(model, layers, [((torch.randn(size, 5, 8),), {}) for size in (4, 5, 3)])
 
 
 def test_half_precision_after_the_capture():

@@ -119,6 +119,19 @@ def shown(m: Any, x: torch.Tensor) -> torch.Tensor:
     return x + m.cache
 
 
+def queried(m: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries that are the same for all samples, in rows of two heads: those of the first head come first."""
+    queries = m.linear(torch.linspace(0, 1, 2 * WIDTH).view(1, 2, WIDTH).repeat(len(x), 1, 1))
+    return x, torch.cat(queries.split(WIDTH // 2, 2), 0)
+
+
+def attended(m: Any, given: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    x, queries = given
+    keys = torch.cat(m.linear(x).split(WIDTH // 2, 2), 0)
+    pooled = queries + (queries @ keys.transpose(1, 2)).softmax(2) @ keys
+    return torch.cat(pooled.split(len(x), 0), 2)
+
+
 class Normalizing(torch.autograd.Function):
     """Divides the gradient by its norm over the batch, or by each sample's own."""
 
@@ -256,6 +269,7 @@ MIXING_GRADIENTS: dict[str, tuple[tuple[int, ...], int, Callable[[], list[Any]],
     "flattened": (TEXTS, 0, lambda: [lambda x: x.flatten(0, 1), Hooked(normed), nn.Tanh()], [1]),
     "time first": ((LENGTH, 4, WIDTH), 1, lambda: [Recurrent(), Hooked(normed), lambda x: x[-1]], [1]),
     "a counter": ((4, WIDTH), 0, lambda: [Hooked(normed), Layer(counted)], [0]),
+    "queries": (TEXTS, 0, lambda: [Layer(queried), Layer(attended), Hooked(normed)], [2]),
 }  # fmt: skip
 KEEPING: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "a counter": (counted, ["self.net.1.calls"]),
