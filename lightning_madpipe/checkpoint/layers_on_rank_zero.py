@@ -70,6 +70,17 @@ class TensorInfo(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     requires_grad: bool
+    """False of a result, such as a buffer that a step has computed with gradients, which no other rank has."""
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> TensorInfo:
+        """Describe a tensor, in another type if one is given."""
+        return cls(name, tensor.shape, dtype or tensor.dtype, tensor.requires_grad and tensor.is_leaf)
+
+    def mark(self, tensor: Tensor) -> None:
+        """Let a tensor, which has arrived, have gradients or not as where it comes from."""
+        if tensor.is_leaf and tensor.requires_grad != self.requires_grad:
+            tensor.requires_grad_(self.requires_grad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,8 +348,8 @@ def _take(layer: nn.Module, changed: ChangedLayer, device: torch.device) -> None
         else:
             tensor.data = value.to(tensor.device)
     for name, tensor in tensors.items():
-        if isinstance(tensor, nn.Parameter) and name in infos:
-            tensor.requires_grad_(infos[name].requires_grad)
+        if name in infos:
+            infos[name].mark(tensor)
     set_attributes(layer, changed.attributes)
     for path, mode in changed.modes.items():
         if path in modules:
@@ -355,11 +366,7 @@ def _places_of_buffers(layer: nn.Module) -> dict[str, tuple[Any, str]]:
 
 
 def _infos(layer: nn.Module) -> list[TensorInfo]:
-    return [
-        TensorInfo(name, tensor.shape, tensor.dtype, tensor.requires_grad)
-        for name, tensor in _own_tensors(layer).items()
-        if _has_bytes(tensor)
-    ]
+    return [TensorInfo.of(name, tensor) for name, tensor in _own_tensors(layer).items() if _has_bytes(tensor)]
 
 
 def _own_tensors(layer: nn.Module) -> dict[str, Tensor]:

@@ -291,8 +291,7 @@ class LayersOfUser:
     def _described(self, layer: nn.Module) -> list[TensorInfo]:
         """The tensors of a layer in the user's form."""
         return [
-            TensorInfo(name, tensor.shape, self.type_of(tensor), tensor.requires_grad)
-            for name, tensor in tensors_by_name(layer).items()
+            TensorInfo.of(name, tensor, self.type_of(tensor)) for name, tensor in tensors_by_name(layer).items()
         ]
 
     def _bytes_to_allocate(
@@ -372,8 +371,7 @@ def lay_into(tensor: Tensor, value: Tensor | None, info: TensorInfo) -> None:
         tensor.data.copy_(value)
     else:
         tensor.data = value.to("cpu")
-    if isinstance(tensor, nn.Parameter):
-        tensor.requires_grad_(info.requires_grad)
+    info.mark(tensor)
 
 
 def _set_on_tensor(tensor: Tensor, name: str, there: Mapping[str, Any]) -> None:

@@ -1006,6 +1006,42 @@ def attributes_that_hooks_set(host: cases.Host) -> dict[str, Any]:
     return record
 
 
+class Covariance(pl.LightningModule):
+    """A step adds to a buffer, with gradients that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(cases.NUM_FEATURES, 8), nn.Linear(8, 8)
+        self.register_buffer("covariance", torch.eye(8))
+
+    def pipeline_layers(self) -> list[Any]:
+        return [self.first, torch.cos, self.last]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).cos())
+
+    def on_train_epoch_start(self) -> None:
+        self.covariance = torch.eye(8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        scores = self(batch[0])
+        self.covariance += scores.t() @ scores
+        return (scores[:, 0] - batch[1]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), 1e-2)
+
+
+def buffers_with_gradients(host: cases.Host) -> dict[str, Any]:
+    """The next fit said that other ranks had other weights, buffers, modes or requires_grad than rank 0."""
+    module = cases.seeded(Covariance)
+    with Said() as said:
+        trainer = cases.trained(host, module, max_epochs=1, strategy={"algorithm": [0, 2, 3]})
+        total = float(module.covariance.sum())
+        trainer.fit(module, cases.loader(54))
+    return {"total": total, "said": [line for line in said.lines if "those of rank 0 count" in line]}
+
+
 class Meter:
     """An object of the program."""
 
@@ -1139,6 +1175,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         planned_otherwise,
         layers_that_keep,
         attributes_that_hooks_set,
+        buffers_with_gradients,
         scripted_layers,
         adjusted_on_rank_zero,
         changed_on_rank_zero,
