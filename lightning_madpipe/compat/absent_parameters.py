@@ -94,7 +94,7 @@ class Absent(StandIn):
                 raise ElsewhereError(refusal)
             _draw_alike(function, name, arguments, keywords)
             return given[0]
-        if is_logged(sys._getframe()):
+        if is_logged(sys._getframe()) or name in ("__reduce_ex__", "__reduce__"):  # a file would have no values
             raise ElsewhereError(refusal)
         layer = _layer_that_runs(sys._getframe())
         if layer is not None:

@@ -6,6 +6,7 @@ Written like ``lightning_cases.py``.
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import math
 import os
@@ -917,7 +918,15 @@ class LooksByModules(Callback):
                 part.weight.detach().abs()
 
 
-def kept_by_modules(host: Host) -> dict[str, list[str]]:
+class SavesByModules(Callback):
+    """Writes the weights of all layers, by the names of modules."""
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        layers = {name: part for name, part in pl_module.named_modules() if isinstance(part, nn.Linear)}
+        torch.save({f"{name}.weight": part.weight.data for name, part in layers.items()}, io.BytesIO())
+
+
+def kept_by_modules(host: Host) -> dict[str, Any]:
     """The averages of weights on other ranks were tensors without values, and nothing was said."""
 
     def fit(callback: Callback) -> list[str]:
@@ -925,7 +934,8 @@ def kept_by_modules(host: Host) -> dict[str, list[str]]:
             trained(host, seeded(Module), callback)
         return [line for line in said if "a form without values" in line]
 
-    return {type(each).__name__: fit(each) for each in (AverageByModules(), LooksByModules())}
+    saving = refused(lambda: trained(host, seeded(Module), SavesByModules()))
+    return {"saves": saving} | {type(each).__name__: fit(each) for each in (AverageByModules(), LooksByModules())}
 
 
 def average_of_head(host: Host) -> dict[str, float]:

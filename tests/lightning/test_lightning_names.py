@@ -557,3 +557,5 @@ def test_what_a_hook_keeps_of_other_ranks_is_told_once(two: Records) -> None:
         "on_train_batch_end of AverageByModules keeps what it has made of a tensor that another "
     )
     assert [each["LooksByModules"] for each in said] == [[], []]
+    for each in said:  # a file had forms in the place of weights
+        assert "is asked for on a rank that does not run its layer" in each["saves"]
