@@ -13,10 +13,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes
 
-from deepspeed_partition.tensor_values import plain_numbers, put_back
+from deepspeed_partition.tensor_values import has_memory, plain_numbers, put_back
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_BYTES = 2**28
@@ -183,17 +182,11 @@ def marks_of(weights: Sequence[torch.Tensor], *, values: bool = True) -> list[An
 
 def _place_of(weight: torch.Tensor) -> tuple[Any, ...]:
     version = None if weight.is_inference() else weight._version
-    return (version, weight.shape, torch.Tensor.data_ptr(weight)) if _has_memory(weight) else (version, None, None)
-
-
-def _has_memory(weight: torch.Tensor) -> bool:
-    if is_lazy(weight) or weight.is_meta or is_traceable_wrapper_subclass(weight):
-        return False
-    return weight.layout is torch.strided and not weight.is_nested
+    return (version, weight.shape, torch.Tensor.data_ptr(weight)) if has_memory(weight) else (version, None, None)
 
 
 def _has_numbers(weight: torch.Tensor) -> bool:
-    return _has_memory(weight) and type(weight.data) is torch.Tensor
+    return has_memory(weight) and type(weight.data) is torch.Tensor
 
 
 def _sum_of_bits(values: torch.Tensor) -> torch.Tensor:

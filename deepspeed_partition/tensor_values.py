@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _TWO_IN_A_BYTE = getattr(torch, "float4_e2m1fn_x2", None)
 """A type of two numbers in a byte, for which torch has no arithmetic; older ones have no such type."""
@@ -18,6 +20,13 @@ def is_computed(value: object) -> bool:
         return getattr(value, "grad_fn", None) is not None
     except RuntimeError:
         return True
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has elements in memory: not one without values, of several tensors, or sparse."""
+    if is_lazy(tensor) or tensor.is_meta or is_traceable_wrapper_subclass(tensor):
+        return False
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torchmetrics import Metric
 
 from deepspeed_partition.engine import TiedModule
-from deepspeed_partition.engine.repartition.one_memory import has_memory, overlapping
+from deepspeed_partition.engine.repartition.one_memory import may_share_memory, overlapping
 from lightning_madpipe.finding.captured_call import CapturedCall
 
 PIPELINE = "pipeline_module"
@@ -237,7 +237,7 @@ def _in_one_memory(module: nn.Module, call: PipelineCall) -> list[str]:
     for owner, layer in call.existing_modules():
         for parameter in layer.parameters():
             owners.setdefault(parameter, owner)
-    weights = [weight for weight in owners if has_memory(weight)]
+    weights = [weight for weight in owners if may_share_memory(weight)]
     for numbers in overlapping(weights):
         first, *others = (weights[number] for number in numbers)
         for other in others:

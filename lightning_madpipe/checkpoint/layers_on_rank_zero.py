@@ -37,7 +37,7 @@ from deepspeed_partition.engine.runtime.collectives import (
     refused_together,
     send_bytes,
 )
-from deepspeed_partition.tensor_values import bytes_view
+from deepspeed_partition.tensor_values import bytes_view, has_memory
 from lightning_madpipe.module import PIPELINE
 
 BESIDE = "beside"
@@ -380,8 +380,7 @@ def _is_of_host(path: str) -> bool:
 
 def _has_bytes(tensor: Tensor) -> bool:
     """Whether the values of a tensor are there, one after the other."""
-    is_plain = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
-    return is_plain and not (is_lazy(tensor) or tensor.is_meta or is_traceable_wrapper_subclass(tensor))
+    return has_memory(tensor) and not tensor.is_quantized
 
 
 def _parts_of(tensor: Tensor) -> list[Tensor]:

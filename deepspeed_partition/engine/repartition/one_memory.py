@@ -15,14 +15,13 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deepspeed_partition.code_names import LIBRARIES, module_of
 from deepspeed_partition.engine.pipeline.parts import tensors_by_name
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.generators import OF_THREADS
 from deepspeed_partition.hidden_modules import hidden_tensors, table_of
+from deepspeed_partition.tensor_values import has_memory
 
 Place: TypeAlias = tuple[Any, ...]
 """Where a tensor of a layer is found: ``(name,)`` of a parameter or buffer, else the path of a module, the name of
@@ -75,7 +74,7 @@ def found_in(layer: nn.Module, hidden: Mapping[str, nn.Module]) -> list[Found]:
     found: dict[int, Found] = {}
 
     def note(tensor: torch.Tensor, place: Place, setter: Callable[[torch.Tensor], object] | None) -> None:
-        if has_memory(tensor):
+        if may_share_memory(tensor):
             each = found.setdefault(id(tensor), Found(tensor, [], []))
             each.places.append(place)
             each.setters.append(setter)
@@ -110,9 +109,9 @@ def _tensors_in(
             yield from _tensors_in(member, (*place, key), table, depth - 1)
 
 
-def has_memory(tensor: torch.Tensor) -> bool:
-    is_plain = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
-    return is_plain and not (is_lazy(tensor) or is_traceable_wrapper_subclass(tensor)) and bool(tensor.numel())
+def may_share_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has numbers in memory, some of which another one may have."""
+    return has_memory(tensor) and not tensor.is_quantized and bool(tensor.numel())
 
 
 def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
