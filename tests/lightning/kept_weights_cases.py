@@ -55,6 +55,9 @@ class Kept(cases.Classifier):
         self.by_weight = {weight: weight.detach().clone() for weight in self.parameters()}
         self.by_id = {id(weight): {"slow": [weight.detach().clone()], "times": 0} for weight in self.parameters()}
         self.pairs = [(weight, weight.detach().clone()) for weight in self.parameters()]
+        self.arrays = {name: weight.detach().numpy().copy() for name, weight in self.named_parameters()}
+        self.renamed = {f"mean.{name}": weight.detach().clone() for name, weight in self.named_parameters()}
+        self.rates = {name: 0.1 for name, _ in self.named_parameters()}
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         kind = self.global_step % 6
@@ -122,7 +125,7 @@ class KeptAround(cases.Classifier):
 def kept_weights(host: Host) -> dict[str, Any]:
     """Layers move after the third step."""
     return {
-        build.__name__: moved_late(host, build, ["self.pairs"] if build is Kept else [])
+        build.__name__: moved_late(host, build, ["self.arrays, self.pairs, self.renamed"] if build is Kept else [])
         for build in (Kept, KeptByOptimizer, KeptAround, LooksAhead)
     }
 
