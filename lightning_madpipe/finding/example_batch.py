@@ -29,7 +29,7 @@ STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_st
 _MOST_BYTES = 2**20
 """Bytes of the largest tensor or array that may be a state of the data's code."""
 _MOST_BYTES_READ = 2**28
-"""Bytes at the beginning of an array that are looked through for changes, in a quarter of a second.
+"""Bytes of all arrays that are looked through for changes, in a quarter of a second: of each the beginning.
 
 The first batch is there, where data are not shuffled.
 """
@@ -51,8 +51,9 @@ def example_batch(trainer: Any, module: Any) -> Any:
     run = str(trainer.state.fn.value)
     loop = trainer.fit_loop if run == "fit" else getattr(trainer, f"{run}_loop")
     source = loop._data_source
-    with preserved_random_state(), _state_of_data_kept([getattr(source.instance, source.name, None)]):
+    with preserved_random_state(), _state_of_data_kept([getattr(source.instance, source.name, None)]) as large:
         loaders = source.dataloader()
+        large.tell_if_changed()
         if run != "fit" and isinstance(loaders, list | tuple) and loaders:
             loaders = loaders[0]
         loaders = getattr(loaders, "iterables", loaders)  # a CombinedLoader
@@ -76,8 +77,12 @@ def _first_of(loader: Any) -> tuple[Any, Any]:
     if not isinstance(loader, DataLoader) and iter(loader) is loader:
         batch = _next(loader, loader)
         return batch, _Again(batch, loader)
-    with _state_of_data_kept(_called_for(loader)):
-        return _first_of_many(loader), None
+    with _state_of_data_kept(_called_for(loader)) as large:
+        batch = _first_of_many(loader)
+        if large.have_changed():
+            _first_of_many(loader)  # which changes nothing more where they are a cache
+            large.tell_if_changed()
+        return batch, None
 
 
 def _called_for(loader: Any) -> Iterator[Any]:
@@ -97,31 +102,66 @@ def _called_for(loader: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def _state_of_data_kept(called: Iterable[Callable[..., Any] | None]) -> Iterator[None]:
-    """Put back afterwards what functions of the data hold; large tensors and arrays are the data itself."""
-    held = HeldState(each for each in called if each is not None)
-    large: list[tuple[Any, Any]] = []
+def _state_of_data_kept(called: Iterable[Callable[..., Any] | None]) -> Iterator[_LargeData]:
+    """Put back afterwards what functions of the data hold; large tensors and arrays are the data itself.
+
+    Yields:
+        Those.
+    """
+    held, large = HeldState(each for each in called if each is not None), _LargeData()
 
     def is_small(value: Any) -> bool:
         if value.nbytes > _MOST_BYTES:
-            large.append((value, _mark_of(value)))
+            large.note(value)
         return bool(value.nbytes <= _MOST_BYTES)
 
     restore = held.remembered(buffers=True, copies=is_small, by_others=True)
     try:
-        yield
+        yield large
     finally:
         restore(frozenset())
-        if any(_mark_of(value) != mark for value, mark in large):
+
+
+class _LargeData:
+    """Large tensors and arrays of the data's code, which are not copied."""
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[Any, int, int | None]] = []
+        self._num_bytes_left = _MOST_BYTES_READ
+
+    def note(self, value: Any) -> None:
+        """Note how one of them is now."""
+        if any(value is known for known, *_ in self._noted):
+            return
+        if isinstance(value, Tensor):
+            self._noted.append((value, 0, _mark_of(value, 0)))
+        elif isinstance(value, np.ndarray) and _may_change(value):
+            num_bytes = min(value.nbytes, self._num_bytes_left)
+            self._num_bytes_left -= num_bytes
+            self._noted.append((value, num_bytes, _mark_of(value, num_bytes)))
+
+    def have_changed(self) -> bool:
+        """Whether one of them has changed since it was noted, or since this was asked for last."""
+        now = [(value, num_bytes, _mark_of(value, num_bytes)) for value, num_bytes, _ in self._noted]
+        before, self._noted = self._noted, now
+        return any(was != mark for (*_, was), (*_, mark) in zip(before, now, strict=True))
+
+    def tell_if_changed(self) -> None:
+        """Say that reading changes the data, where it does."""
+        if self.have_changed():
             warn_once("data that reading changes", CHANGED)
 
 
-def _mark_of(value: Any) -> int | None:
-    """What is another number when a large tensor or array has changed; None where its bytes are not one row."""
+def _may_change(array: Any) -> bool:
+    """Whether an array of plain numbers may be written; those on a disk are many, and mostly may not."""
+    return bool(array.flags.writeable and array.flags.c_contiguous and array.dtype.kind in "biufc")
+
+
+def _mark_of(value: Any, num_bytes: int) -> int | None:
+    """What is another number when a tensor, or the beginning of an array, has changed; None: that is not known."""
     if isinstance(value, Tensor):
         return None if value.is_inference() else value._version
-    is_plain = isinstance(value, np.ndarray) and value.flags.c_contiguous and value.dtype.kind in "biufc"
-    return zlib.crc32(value.reshape(-1).view(np.uint8)[:_MOST_BYTES_READ]) if is_plain else None
+    return zlib.crc32(value.reshape(-1).view(np.uint8)[:num_bytes])
 
 
 def _first_of_many(loader: Any) -> Any:

@@ -38,7 +38,7 @@ def _ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.usefixtures("_ways")
 @pytest.mark.parametrize("kind", TENSORS)
 def test_a_change_of_two_places_is_told_and_no_other(kind: str) -> None:
-    """A batch whose samples a step had flipped or shuffled by NumPy had the same sum of bits, and the same mark."""
+    """A batch whose samples a step had flipped or shuffled by NumPy had the same sum of bits, and mark."""
     torch.manual_seed(0)
     tensor = TENSORS[kind]()
     before, [mark] = tensor.clone(), marks_of([tensor])

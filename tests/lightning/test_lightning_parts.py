@@ -11,6 +11,7 @@ import re
 import unittest.mock
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytorch_lightning.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.weak import WeakIdKeyDictionary
 
 import lightning_madpipe
@@ -851,9 +853,12 @@ def test_data_that_reading_changes_are_put_back_or_told(
 ):
     """An example of large data left its first samples changed, on rank 0 alone, and nothing was said."""
 
-    class Cached:
+    class Halved(Dataset):
         def __init__(self) -> None:
             self.x: Any = torch.ones(rows, 4) if kind == "torch" else numpy.ones((rows, 4))
+
+        def __len__(self) -> int:
+            return rows
 
         def __getitem__(self, place: int) -> Any:
             row = self.x[place]
@@ -864,11 +869,61 @@ def test_data_that_reading_changes_are_put_back_or_told(
     monkeypatch.setattr(example_batch, "warn_once", lambda _, sentence: said.append(sentence))
     if kind == "more than is looked through":
         monkeypatch.setattr(example_batch, "_MOST_BYTES_READ", 2**20)
-    data = Cached()
-    with example_batch._state_of_data_kept([data.__getitem__]):
-        assert data[0].sum() == 2
-    assert data.x[0].sum() == (2 if is_told else 4)
+    data = Halved()
+    batch, _ = example_batch._first_of(DataLoader(data, 2, collate_fn=lambda rows: [row.sum() for row in rows]))
+    assert batch == [2, 2]
+    assert data.x[0].sum() == (1 if is_told else 4)
     assert said == [example_batch.CHANGED] * is_told
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_a_cache_that_reading_fills_is_not_told(kind: str, monkeypatch: pytest.MonkeyPatch):
+    """What is read is kept in a large array: a line said that reading changes the data."""
+
+    class Cached(Dataset):
+        def __init__(self) -> None:
+            self.cache: Any = torch.zeros(300_000, 4) if kind == "torch" else numpy.zeros((300_000, 4))
+            self.known = [False] * 8
+
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, place: int) -> Any:
+            if not self.known[place]:
+                self.cache[place], self.known[place] = place, True
+            return self.cache[place] + 0
+
+    said: list[str] = []
+    monkeypatch.setattr(example_batch, "warn_once", lambda _, sentence: said.append(sentence))
+    data = Cached()
+    example_batch._first_of(DataLoader(data, 4))
+    assert not said and data.known == [False] * 8
+
+
+def test_files_of_data_are_not_read_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each file of tokens was read twice, by each rank, before training began."""
+    for number in range(3):
+        numpy.full(300_000, number, dtype=numpy.int64).tofile(tmp_path / str(number))
+
+    class Tokens(Dataset):
+        def __init__(self, mode: Any) -> None:
+            files = sorted(tmp_path.iterdir())
+            self.shards = [numpy.memmap(file, numpy.int64, mode) for file in files]
+
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, place: int) -> Any:
+            return self.shards[0][place : place + 4] + 0
+
+    read: list[int] = []
+    crc32 = example_batch.zlib.crc32
+    monkeypatch.setattr(example_batch.zlib, "crc32", lambda values: read.append(len(values)) or crc32(values))
+    example_batch._first_of(DataLoader(Tokens("r"), 4))
+    assert read == []
+    monkeypatch.setattr(example_batch, "_MOST_BYTES_READ", 3_000_000)
+    example_batch._first_of(DataLoader(Tokens("r+"), 4))
+    assert read == [2_400_000, 600_000, 0] * 2
 
 
 def test_a_last_layer_that_returns_an_object_is_named():
