@@ -241,7 +241,7 @@ def _in_one_memory(module: nn.Module, call: PipelineCall) -> list[str]:
     for numbers in overlapping(weights):
         first, *others = (weights[number] for number in numbers)
         for other in others:
-            if owners[other] != owners[first]:
+            if owners[other] != owners[first] and (first.requires_grad or other.requires_grad):
                 one, another = (names.get(weight, "a weight") for weight in (first, other))
                 return [
                     f"{one} and {another}, in two pipeline layers, are two parameters in one memory, as after "

@@ -37,7 +37,7 @@ from deepspeed_partition.engine.runtime.collectives import (
     refused_together,
     send_bytes,
 )
-from deepspeed_partition.tensor_values import bytes_view, has_memory
+from deepspeed_partition.tensor_values import bytes_view, has_memory, is_computed
 from lightning_madpipe.module import PIPELINE
 
 BESIDE = "beside"
@@ -75,11 +75,12 @@ class TensorInfo(NamedTuple):
     @classmethod
     def of(cls, name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> TensorInfo:
         """Describe a tensor, in another type if one is given."""
-        return cls(name, tensor.shape, dtype or tensor.dtype, tensor.requires_grad and tensor.is_leaf)
+        has_gradient = tensor.requires_grad and not is_computed(tensor)
+        return cls(name, tensor.shape, dtype or tensor.dtype, has_gradient)
 
     def mark(self, tensor: Tensor) -> None:
         """Let a tensor, which has arrived, have gradients or not as where it comes from."""
-        if tensor.is_leaf and tensor.requires_grad != self.requires_grad:
+        if tensor.requires_grad != self.requires_grad and not is_computed(tensor):
             tensor.requires_grad_(self.requires_grad)
 
 

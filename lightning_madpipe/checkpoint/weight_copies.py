@@ -14,13 +14,14 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 from weakref import ref
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -33,6 +34,7 @@ from deepspeed_partition.engine.pipeline.parts import tensors_by_name
 from deepspeed_partition.engine.pipeline.tied_copies import parameter_names
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.environment import announce
+from deepspeed_partition.generators import members_of
 from deepspeed_partition.kept_weights import marks_of
 from lightning_madpipe.checkpoint.held_objects import roots, walk
 from lightning_madpipe.checkpoint.module_copies import complete, copies_in
@@ -573,8 +575,8 @@ class WeightCopies:
             is_copy = any(isinstance(each, Tensor) and each not in self._names for each in _tensors_in(members))
             return STAYS if is_copy else WEIGHTS_STAY
         is_by_name = isinstance(value, dict) and len(value) > 1 and all(key in self._all for key in value)
-        if is_by_name and not any(map(_is_plain, value.values())):
-            return STAYS  # arrays or objects; numbers by name, such as rates, are the same anywhere
+        if is_by_name and all(not _is_plain(each) and _has_values(each) for each in value.values()):
+            return STAYS  # numbers by name, such as rates, are the same anywhere, and so are forms and hooks
         tensors = [each for each in members if isinstance(each, Tensor)]
         forms = {weight.shape for weight in self._all.values() if weight.is_listed and len(weight.shape)}
         shapes = {tensor.shape for tensor in tensors}
@@ -649,6 +651,16 @@ def _is_plain(value: Any, depth: int = DEPTH) -> bool:
         return False
     members = [*value, *value.values()] if isinstance(value, dict) else value
     return all(_is_plain(each, depth - 1) for each in members)
+
+
+def _has_values(value: Any, depth: int = DEPTH) -> bool:
+    """Whether a value is an array or a tensor, or an object or a container with one in it."""
+    if isinstance(value, numpy.ndarray | Tensor) or not depth:
+        return isinstance(value, numpy.ndarray | Tensor)
+    members: Iterable[Any] = (members_of(value) or {}).values()
+    if isinstance(value, list | tuple | dict):
+        members = value.values() if isinstance(value, dict) else value
+    return any(_has_values(each, depth - 1) for each in members)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

@@ -127,12 +127,14 @@ class _LargeData:
 
     def __init__(self) -> None:
         self._noted: list[tuple[Any, int, int | None]] = []
+        self._known: set[int] = set()
         self._num_bytes_left = _MOST_BYTES_READ
 
     def note(self, value: Any) -> None:
         """Note how one of them is now."""
-        if any(value is known for known, *_ in self._noted):
+        if id(value) in self._known:
             return
+        self._known.add(id(value))
         if isinstance(value, Tensor):
             self._noted.append((value, 0, _mark_of(value, 0)))
         elif isinstance(value, np.ndarray) and _may_change(value):

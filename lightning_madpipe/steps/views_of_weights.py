@@ -31,9 +31,11 @@ def told_views(module: nn.Module, layers: Iterable[nn.Module]) -> str | None:
     Returns:
         None where there are none.
     """
+    layers = list(layers)
     within = {id(part) for layer in layers for part in layer.modules()} - {id(module)}
     parts = dict(module.named_modules(remove_duplicate=False))
-    of_layers = {
+    inside = {id(weight) for layer in layers for weight in layer.parameters()}  # also those beside modules
+    of_layers = {id(weight): name for name, weight in module.named_parameters() if id(weight) in inside} | {
         id(weight): f"{path}.{name}"
         for path, part in parts.items()
         if id(part) in within

@@ -58,6 +58,8 @@ class Kept(cases.Classifier):
         self.arrays = {name: weight.detach().numpy().copy() for name, weight in self.named_parameters()}
         self.renamed = {f"mean.{name}": weight.detach().clone() for name, weight in self.named_parameters()}
         self.rates = {name: 0.1 for name, _ in self.named_parameters()}
+        self.shapes = {name: weight.shape for name, weight in self.named_parameters()}
+        self.types = {name: weight.dtype for name, weight in self.named_parameters()}
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         kind = self.global_step % 6

@@ -31,6 +31,7 @@ import lightning_madpipe
 from deepspeed_partition.engine.repartition.parameter_groups import EveryGroup
 from deepspeed_partition.options import Options
 from lightning_madpipe.checkpoint.checkpoint_folders import LoadedFolder
+from lightning_madpipe.checkpoint.layers_on_rank_zero import TensorInfo
 from lightning_madpipe.compat.elsewhere import Elsewhere, ElsewhereError
 from lightning_madpipe.compat.unsupported import note_on_validation_within_window, notes_on
 from lightning_madpipe.finding import example_batch
@@ -610,6 +611,30 @@ def test_views_of_weights_outside_of_layers_are_told():
     assert told is not None and "self.rows['first']" in told and "self.mean" in told and " lie in " in told
 
 
+def test_views_of_a_parameter_beside_modules_are_told():
+    """What a layer that was found has of the module itself, such as a class token, has no module of its own."""
+    module = SequentialClassifier()
+    module.token = nn.Parameter(torch.zeros(3))
+    module.seen = module.token.detach()
+    layer = nn.Module()
+    layer.token = module.token
+    told = told_views(module, [*module.net, layer])
+    assert told is not None and told.startswith("self.seen lies in the memory of weights (token), ")
+
+
+def test_a_view_made_without_gradients_is_described_when_its_weight_has_been_written():
+    """Where a fit ended, torch was asked whether it is a leaf, and raised."""
+    layer = nn.Linear(3, 3)
+    with torch.no_grad():
+        layer.register_buffer("first", layer.weight[:2])
+    torch.optim.SGD(layer.parameters(), 0.1).step()
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    info = TensorInfo.of("first", layer.first)
+    assert info == ("first", (2, 3), torch.float32, False)
+    info.mark(layer.first)
+
+
 def test_schedulers_see_the_groups_that_were_dropped() -> None:
     """LambdaLR of two groups on a rank that has parameters in the second one only."""
     weight = nn.Parameter(torch.ones(1))
@@ -828,6 +853,9 @@ def test_parameters_of_two_layers_in_one_memory_are_refused():
     second.weight.data = first.weight.data
     with pytest.raises(ValueError, match=r"net\.2\.\S+ and net\.3\.\S+, .* two parameters in one memory"):
         find_layers(module)
+    for weight in (first.weight, second.weight):
+        weight.requires_grad_(False)  # as a table of positions that each block is given
+    find_layers(module)
 
 
 def test_a_step_that_seeds_torch_is_told(monkeypatch: pytest.MonkeyPatch):
