@@ -8,13 +8,14 @@ put these values back, too: else they are set twice.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
 from deepspeed_partition.tensor_values import bytes_view, has_memory, plain_numbers, put_back
 
@@ -28,11 +29,6 @@ _FACTOR = 0x9E3779B1
 _MOST_BYTES = 2**28
 """Bytes of a module's weights up to which they are copied together while it runs; of a larger one, each part."""
 
-WRITTEN: dict[str, None] = {}
-"""The weights that a forward has written while it was looked at, by name and class of the module.
-
-Once layers have been measured, those of all ranks: a layer may move to a rank that has looked at no layer like it.
-"""
 
 Running: TypeAlias = Callable[[nn.Module], AbstractContextManager[None]]
 
@@ -64,6 +60,32 @@ class WeightPlace(NamedTuple):
         put_back(self.weight, values.detach().to(self.weight.device, self.weight.dtype))
 
 
+class WrittenWeights:
+    """The weights that a ``forward`` of this process has written while it was looked at."""
+
+    def __init__(self) -> None:
+        self._names = WeakIdKeyDictionary()
+        self.in_words: dict[str, None] = {}
+        """Those of all ranks, once layers have been measured: a name, and the class of the module."""
+        self.number = 0
+
+    def add(self, place: WeightPlace) -> None:
+        """Note one of them."""
+        names = self._names.setdefault(place.owner, set())
+        if place.name not in names:
+            names.add(place.name)
+            self.number += 1
+        self.in_words.setdefault(place.in_words)
+
+    def names_in(self, owner: nn.Module) -> Collection[str]:
+        """The names of those that a module itself has."""
+        names: set[str] = self._names.get(owner, set())
+        return names
+
+
+WRITTEN = WrittenWeights()
+
+
 def places_of(modules: Iterable[nn.Module]) -> list[WeightPlace]:
     """The parameters of modules as they are now, of each module itself."""
     return [
@@ -91,7 +113,7 @@ class Weights:
         """Let it be known which of them a forward writes; return their numbers."""
         written = self.written()
         for number in written:
-            WRITTEN.setdefault(self.places[number].in_words)
+            WRITTEN.add(self.places[number])
         return written
 
     def put_back(self, values: Callable[[int], torch.Tensor]) -> None:
@@ -159,7 +181,7 @@ def weights_kept(
     finally:
         type.__setattr__(nn.Module, "__call__", call)
         for place, values in kept.values():
-            WRITTEN.setdefault(place.in_words)
+            WRITTEN.add(place)
             if is_wanted(place.owner):
                 place.put_back(values)
 

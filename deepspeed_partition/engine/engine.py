@@ -21,7 +21,7 @@ from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 
 from deepspeed_partition.engine.checkpoint.checkpoint_engine import Found, ResumingEngine
 from deepspeed_partition.engine.pipeline.batch_programs import program_of
-from deepspeed_partition.engine.pipeline.before_step import BeforeStep, Buffers, WeightsOfForward
+from deepspeed_partition.engine.pipeline.before_step import BeforeStep, Buffers, WeightsOfForward, WrittenName
 from deepspeed_partition.engine.pipeline.carried_types import why_types_are_not_carried
 from deepspeed_partition.engine.pipeline.drawn_data import copy_of_micro_batch
 from deepspeed_partition.engine.pipeline.drawn_weights import tell_of_another_method
@@ -183,6 +183,8 @@ class MadPipeEngine(ResumingEngine):
             self.watches_programs = False
         self._layer_buffers: Buffers | None = None
         self._weights_of_forward: WeightsOfForward | None = None
+        self.written_by_forwards: set[WrittenName] = set()
+        """The weights that forwards of any rank were seen to write, once layers have been measured."""
         self._peak: PlannedPeak | None = None
         of_fp16 = fp16_without_zero(kwargs["config_class"], kwargs.get("optimizer"))
         if of_fp16 and getattr(kwargs["model"], "madpipe_cut", None) is not None:
@@ -509,7 +511,7 @@ class MadPipeEngine(ResumingEngine):
     def weights_of_forward(self) -> WeightsOfForward:
         """The weights of the layers that this rank has now, as far as a ``forward`` writes them."""
         if self._weights_of_forward is None:
-            self._weights_of_forward = WeightsOfForward(self.module)
+            self._weights_of_forward = WeightsOfForward(self.module, self.written_by_forwards)
         return self._weights_of_forward
 
     # Training

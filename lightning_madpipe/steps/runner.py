@@ -202,8 +202,8 @@ class BatchRunner:
         if self._group_settings is not None and (engine.may_move or engine.weight_versions != FLUSH):
             self._group_settings.compare()  # before layers go, and where no update waits for all ranks
         self._losses.prepare(window)
-        if len(WRITTEN) > self._num_written:
-            self._num_written, weights = len(WRITTEN), some(sorted(WRITTEN))
+        if len(WRITTEN.in_words) > self._num_written:
+            self._num_written, weights = len(WRITTEN.in_words), some(sorted(WRITTEN.in_words))
             has_copies = engine.zero_optimization_stage() or engine.fp16_enabled() or engine.bfloat16_enabled()
             told = SETS_WEIGHTS.format(weights=weights) + UNDONE * bool(has_copies)
             warn_once(f"a forward writes {weights}", told)

@@ -6,6 +6,7 @@ The losses of the steps after it are those of a run in which the step never happ
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -253,23 +254,27 @@ def an_error_in_the_warm_up(_: Path) -> None:
 class SetsItsWeight(pipelines.Block):
     """Halves its weight in the first call of each of the first two steps, and counts its calls in a buffer."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, sets: bool = True) -> None:
         super().__init__(width)
+        self.sets = sets
         self.register_buffer("calls", torch.tensor(0))
         self.scale = nn.Parameter(torch.ones(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.calls.item() in (0, NUM_MICRO_BATCHES):
+        if self.sets and self.calls.item() in (0, NUM_MICRO_BATCHES):
             self.scale.data.mul_(0.5)  # which torch does not count
         self.calls += 1
         return super().forward(x) * self.scale
 
 
 def weights_that_layers_set_in_the_step_with_the_error(_: Path) -> None:
-    """They were set twice, for what notes that they are set was put back. Measured before, and not in the step."""
+    """They were set twice, for what notes that they are set was put back. Measured before, and not in the step.
+
+    Before each step all weights of that name and class were copied, also of layers that set none.
+    """
     specs = mlp()
-    for layer in (1, 6):
-        specs[layer] = LayerSpec(SetsItsWeight, pipelines.WIDTH)
+    for layer in (1, 2, 6):
+        specs[layer] = LayerSpec(SetsItsWeight, pipelines.WIDTH, sets=layer != 2)
     specs[5] = LayerSpec(Tripping, pipelines.WIDTH)
     config = planned(cut(), warmup_steps=0)
 
@@ -279,6 +284,8 @@ def weights_that_layers_set_in_the_step_with_the_error(_: Path) -> None:
     for place, here in (("forward", owns(5)), ("loss", is_last)):
         engine = check(make, specs, place, here, at=1, number=2)
         assert engine.plan is not None
+        copied = gather_objects([written.in_words for written in engine.weights_of_forward._written])
+        assert sorted(itertools.chain(*copied)) == ["scale of SetsItsWeight"] * 2, copied
 
 
 def random_numbers_after_an_error(_: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from deepspeed.pipe import PipelineModule
 from torch import nn
 
+from deepspeed_partition.engine.pipeline.parts import held_modules, parts_of
 from deepspeed_partition.engine.runtime.environment import warn_here
 from deepspeed_partition.engine.runtime.random_state import random_state
 from deepspeed_partition.kept_weights import WRITTEN, WeightPlace, places_of
@@ -85,6 +87,24 @@ class Buffers:
         return id(buffer) in self._changing
 
 
+WrittenName: TypeAlias = tuple[str, str, str]
+"""A weight in any process: its part of the pipeline, the path of its module in that, its name there."""
+
+
+def written_in(module: PipelineModule) -> set[WrittenName]:
+    """The weights of a pipeline's layers that forwards of this process were seen to write."""
+    specs = ((part.name, part.spec) for part in parts_of(module))
+    built = {name: spec if isinstance(spec, nn.Module) else getattr(spec, "module", None) for name, spec in specs}
+    layers = {**built, **held_modules(module)}
+    return {
+        (part, path, name)
+        for part, layer in layers.items()
+        if isinstance(layer, nn.Module)
+        for path, owner in layer.named_modules()
+        for name in WRITTEN.names_in(owner)
+    }
+
+
 class WeightsOfForward:
     """The weights of a rank's layers that a ``forward`` writes: those that it sets in its first call, say.
 
@@ -93,21 +113,24 @@ class WeightsOfForward:
 
     Args:
         module: whose layers stay; another one is made when they have moved.
+        of_all_ranks: What forwards of any rank were seen to write; see :func:`written_in`.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: PipelineModule, of_all_ranks: Collection[WrittenName]) -> None:
         # Without the memory, which may be another one at the next step.
         self._places = [place._replace(data=None) for place in places_of(module.modules())]
         self._weights = [place.weight for place in self._places if not place.weight.is_inference()]
         self._names = {id(weight): name for name, weight in module.named_parameters()}
-        self._num_seen = 0
+        self._layers = {name: dict(layer.named_modules()) for name, layer in held_modules(module).items()}
+        self._of_all_ranks = of_all_ranks
+        self._num_seen = (0, 0)
         self._written: list[WeightPlace] = []
 
     def before_step(self) -> Callable[[], None]:
         """Copy the weights; return a function that puts them back, and says of which others it cannot."""
-        if len(WRITTEN) != self._num_seen:
-            self._num_seen = len(WRITTEN)
-            self._written = [place for place in self._places if place.in_words in WRITTEN]
+        if self._num_seen != (WRITTEN.number, len(self._of_all_ranks)):
+            self._num_seen = WRITTEN.number, len(self._of_all_ranks)
+            self._written = list(self._known())
         written = [place._replace(data=place.weight.data) for place in self._written]
         copies = [place.weight.detach().clone() for place in written]
         versions = [weight._version for weight in self._weights]
@@ -124,6 +147,17 @@ class WeightsOfForward:
                     )
 
         return restore
+
+    def _known(self) -> Iterator[WeightPlace]:
+        """The weights that were seen to be written."""
+        of_all_ranks = {
+            (id(self._layers[part][path]), name)
+            for part, path, name in self._of_all_ranks
+            if path in self._layers.get(part, ())
+        }
+        for place in self._places:
+            if place.name in WRITTEN.names_in(place.owner) or (id(place.owner), place.name) in of_all_ranks:
+                yield place
 
 
 class BeforeStep:

@@ -11,6 +11,7 @@ import torch
 
 from deepspeed_partition.engine.checkpoint.checkpoint_engine import Found
 from deepspeed_partition.engine.checkpoint.saved_cut import SavedCut
+from deepspeed_partition.engine.pipeline.before_step import written_in
 from deepspeed_partition.engine.pipeline.endless_conditions import why_not_with
 from deepspeed_partition.engine.pipeline.module import Cut
 from deepspeed_partition.engine.pipeline.stages import allocation_in_words, allocation_of, owner
@@ -141,8 +142,9 @@ class PendingPlan:
             else:
                 engine.adopt(Cut("boundaries", is_of_a_run=True))
             return
-        for written in gather_objects(sorted(WRITTEN)):
-            WRITTEN.update(dict.fromkeys(written))
+        for words, names in gather_objects(([*WRITTEN.in_words], written_in(engine.module))):
+            WRITTEN.in_words.update(dict.fromkeys(words))
+            engine.written_by_forwards |= names
         planned = time.perf_counter()
         old, new = allocation_of(engine.module), allocation_of(plan)
         num_moved = sum(owner(old, layer) != owner(new, layer) for layer in range(engine.module._num_layers))
