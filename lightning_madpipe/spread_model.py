@@ -313,22 +313,29 @@ class SpreadModel:
                 f"plan is made: {WAY_OUT}; or run a saved plan, MadPipeStrategy(plan=...), with which none moves"
             )
 
+    def copies_have_changed(self) -> bool:
+        """Whether copies of layers, made before these were spread, have changed; asked before each step."""
+        return self.pipeline.num_stages > 1 and self.copies.have_changed()
+
     def refuse_changed_copies(self) -> None:
-        """Refuse copies of layers, made before these were spread, that a hook changes.
+        """Refuse copies of layers that a hook changes, on each rank by its own layers. Collective over a pipeline.
 
         Raises:
-            MisconfigurationException: there is one.
+            MisconfigurationException: there is one; on every rank.
         """
-        found = self.copies.changed() if self.pipeline.num_stages > 1 else []
-        if found:
-            raise self._lightning.refusal(CHANGED.format(places=" and ".join(found), way_out=WAY_OUT))
+        if found := self._changed_copies():
+            raise self._lightning.refusal(found)
 
     def say_changed_copies(self) -> None:
-        """Name copies that a hook has changed between two looks of :meth:`refuse_changed_copies`."""
-        found = self.copies.changed_by_now() if self.pipeline.num_stages > 1 else []
-        if found:
-            places = " and ".join(found)
-            warn_once(f"changed copies/{places}", CHANGED.format(places=places, way_out=WAY_OUT))
+        """Name those that have changed after the last look before a step. Collective over a pipeline."""
+        if found := self._changed_copies():
+            warn_once(f"changed copies/{found}", found)
+
+    def _changed_copies(self) -> str:
+        if self.pipeline.num_stages == 1:
+            return ""
+        found = self.copies.unlike(self.pipeline.mpu().get_pipe_parallel_group())
+        return CHANGED.format(places=" and ".join(found), way_out=WAY_OUT) if found else ""
 
     def is_whole_everywhere(self) -> bool:
         """Whether every rank has all layers. Collective."""

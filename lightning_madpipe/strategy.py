@@ -670,6 +670,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             self._let_metrics_go()
             self._stop_watching_hooks()
             self._engine.retire()
+            if not self._module.trainer.interrupted:
+                self._spread.say_changed_copies()
             if self._module.trainer.interrupted and not self._all_are_here:
                 # Others may not have met the exception, and would never come.
                 self._spread.stay_spread(AFTER_AN_EXCEPTION)
@@ -804,7 +806,6 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             )
         self._number_of_batch = number
         self._refuse_step_that_was_left_out()
-        self._spread.refuse_changed_copies()
         with nullcontext() if self._hook_watch is None else self._hook_watch.step():
             trained = self._batches.train(batch, arguments)
         is_step = not trainer.fit_loop._should_accumulate()
@@ -923,7 +924,6 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
 
     def on_train_end(self) -> None:
         self._refuse_step_that_was_left_out()
-        self._spread.say_changed_copies()
         if self._warm_up is not None and self.deepspeed_engine.is_warming_up:
             self._warm_up.say_that_no_plan_was_made()
 
@@ -983,6 +983,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             call_hooks=self._call_hooks_before_step,
             loss=self.loss,
             group_settings=self._group_settings,
+            spread=self._spread,
         )
         if self._rests is not None:
             self._rests.end()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import ref
 
 import numpy
@@ -28,7 +28,6 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from deepspeed_partition.code_names import is_librarys
 from deepspeed_partition.engine.pipeline.own_optimizers import OF_TORCH
 from deepspeed_partition.engine.pipeline.parts import tensors_by_name
 from deepspeed_partition.engine.pipeline.tied_copies import parameter_names
@@ -153,23 +152,48 @@ class WeightCopies:
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._has_said: set[str] = set()
         self._learn_names()
-        self._whole = [(place, value, _marks_of(value)) for place, value in list(self._whole_copies())]
-        """The modules that were copied when all layers were here, and how they were then."""
+        self._whole = list(self._whole_copies())
+        """The modules that were copied when all layers were here."""
+        self._marks: dict[str, Marks] | None = None
+        """How those were when all ranks had the same, or when training began."""
         self._num_calls = 0
 
-    def changed(self) -> list[str]:
-        """The copies of layers, made before these were spread, that have changed since: a hook averages them, say.
+    def have_changed(self) -> bool:
+        """Whether copies of layers, made before these were spread, have changed: a hook averages them, say.
 
-        A look takes a pass over the copies, so that after the first calls they are few.
+        It is called before each step. A look takes a pass over the copies, so that after the first calls they are
+        few.
         """
         self._num_calls += 1
+        if self._marks is None:
+            self._marks = self._marks_now()
+            return False
         if self._num_calls > LOOKS_AT_ALL and self._num_calls & (self._num_calls - 1):
-            return []
-        return self.changed_by_now()
+            return False
+        return bool(self._changed_here(self._marks_now()))
 
-    def changed_by_now(self) -> list[str]:
-        """The copies that :meth:`changed` may name, looked at in this call."""
-        return [place for place, value, marks in self._whole if _has_changed(marks, _marks_of(value))]
+    def unlike(self, group: Any) -> list[str]:
+        """The copies that have changed, and are not the same on all ranks: each has its own layers in hooks.
+
+        Where all ranks have loaded the same, nothing is wrong. Collective over ``group``, a pipeline.
+        """
+        if self._marks is None:  # no rank has trained
+            return []
+        now = self._marks_now()
+        everyone = gather_objects((now, self._changed_here(now)), group)
+        changed = {place for _, places in everyone for place in places}
+        unlike = sorted(
+            place for place in changed if any(theirs.get(place) != now.get(place) for theirs, _ in everyone)
+        )
+        self._marks.update({place: marks for place, marks in now.items() if place not in unlike})
+        return unlike
+
+    def _marks_now(self) -> dict[str, Marks]:
+        return {place: _marks_of(value) for place, value in self._whole}
+
+    def _changed_here(self, now: Mapping[str, Marks]) -> list[str]:
+        assert self._marks is not None, "they are known since training began"
+        return [place for place, marks in self._marks.items() if _has_changed(marks, now[place])]
 
     def _whole_copies(self) -> Iterator[tuple[str, nn.Module]]:
         parts: dict[type, list[nn.Module]] = {}
@@ -704,21 +728,22 @@ def _shapes_of(module: nn.Module) -> dict[str, torch.Size]:
 
 
 def _is_copy_of(value: nn.Module, part: nn.Module) -> bool:
-    """Whether a module is like a part: by its class and forms, and if the class is torch's, by its values, too.
+    """Whether a module is like a part: by its forms and its values.
 
-    A probe that a callback trains may have the class and the form of a layer, such as ``nn.Linear``.
+    A probe that a callback trains may have the class and the form of a layer.
     """
-    if _shapes_of(value) != _shapes_of(part):
-        return False
-    return not is_librarys(type(value)) or not _has_changed(_marks_of(part), _marks_of(value))
+    return _shapes_of(value) == _shapes_of(part) and not _has_changed(_marks_of(part), _marks_of(value))
 
 
-def _marks_of(module: nn.Module) -> list[tuple[torch.dtype, Any]]:
+Marks: TypeAlias = list[tuple[torch.dtype, Any]]
+
+
+def _marks_of(module: nn.Module) -> Marks:
     weights = list(module.parameters())
     return [(weight.dtype, mark[-1]) for weight, mark in zip(weights, marks_of(weights), strict=True)]
 
 
-def _has_changed(before: Sequence[tuple[torch.dtype, Any]], now: Sequence[tuple[torch.dtype, Any]]) -> bool:
+def _has_changed(before: Marks, now: Marks) -> bool:
     """Whether weights have other values, and not only another type, or another device."""
     return any(kind == other and was != mark for (kind, was), (other, mark) in zip(before, now, strict=False))
 

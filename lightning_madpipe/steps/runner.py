@@ -24,6 +24,7 @@ from lightning_madpipe.compat.logged_values import note_waiting_batches
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.unsupported import needs_two_samples, note_on_validation_within_window
 from lightning_madpipe.finding.captured_call import OtherCallError
+from lightning_madpipe.spread_model import SpreadModel
 from lightning_madpipe.steps.batch_runs import BatchRun, Piece, SamplesSelectedError
 from lightning_madpipe.steps.batches import (
     copy_of_batch,
@@ -79,6 +80,7 @@ class BatchRunner:
             pipeline never drains that is during a later batch.
         loss: How the loss of a batch comes from its micro-batches, see ``LossOfBatches``.
         group_settings: Compares what ranks make of the settings of parameter groups; None: each has all layers.
+        spread: The layers on the ranks of the pipeline, and copies of them.
     """
 
     def __init__(
@@ -97,8 +99,9 @@ class BatchRunner:
         call_hooks: Callable[[], None],
         loss: str,
         group_settings: GroupSettings | None,
+        spread: SpreadModel,
     ) -> None:
-        self.steps, self._group_settings = steps, group_settings
+        self.steps, self._group_settings, self._spread = steps, group_settings, spread
         self._trainer, self._module, self._pipeline, self._engine = trainer, module, pipeline, engine
         self._num_micro_batches = num_micro_batches
         self._base_seed, self._batch_numbers = base_seed, batch_numbers
@@ -194,10 +197,12 @@ class BatchRunner:
         # A rank that has met an error since the last step says so where the others begin the next one.
         self._structure.check()
         changed = self._comparison.changed()
-        asks = self._comparison.look_is_due(epoch_begins=self._epoch_begins) or bool(changed)
+        is_due = self._comparison.look_is_due(epoch_begins=self._epoch_begins) or bool(changed)
         self._epoch_begins = False
+        asks = self._spread.copies_have_changed() or is_due
         if engine.meet(sum(len(run.micro_batches) for run in window), asks=asks):
             engine.come_to_rest()
+            self._spread.refuse_changed_copies()
             self._comparison.compare_again(window[0], changed)
         if self._group_settings is not None and (engine.may_move or engine.weight_versions != FLUSH):
             self._group_settings.compare()  # before layers go, and where no update waits for all ranks

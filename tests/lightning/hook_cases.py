@@ -878,6 +878,22 @@ class Probe(Callback):
             layer.weight.data.mul_(0.5)
 
 
+class Teacher(Callback):
+    """Loads a copy of layers on all ranks: when training begins, and anew later."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.teacher = copy.deepcopy(pl_module.blocks)
+
+    def load(self, factor: float) -> None:
+        self.teacher.load_state_dict({name: value * factor for name, value in self.teacher.state_dict().items()})
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.load(0.5)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.load(0.9)
+
+
 def averages_by_pairs(host: Host) -> dict[str, Any]:
     """They took one layer's weights for another's, in silence."""
 
@@ -892,6 +908,7 @@ def averages_by_pairs(host: Host) -> dict[str, Any]:
         "begins late": fit(AverageByPairs(6), num_epochs=2),
         "begins behind the last look": fit(AverageByPairs(4)),
         "a probe": fit(Probe()),
+        "a teacher": fit(Teacher()),
     }
 
 

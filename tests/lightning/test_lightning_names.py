@@ -534,7 +534,7 @@ def test_calls_of_several_modules_in_another_state_are_refused(two: Records) -> 
 def test_copies_of_layers_that_a_hook_averages_by_pairs_are_refused(two: Records) -> None:
     """Each weight was averaged with that of another layer, and nothing was said; later than in four steps, too.
 
-    A probe that had the form of a layer was refused as its copy.
+    A probe that had the form of a layer was refused as its copy, and so was a copy that all ranks loaded alike.
     """
     ranks = [rank["averages_by_pairs"] for rank in two.ranks]
     for rank in ranks:
@@ -542,10 +542,10 @@ def test_copies_of_layers_that_a_hook_averages_by_pairs_are_refused(two: Records
             refusal, said = rank[case]
             assert "AverageByPairs.copies.0 is a copy of layers" in refusal and "named_parameters()" in refusal
             assert not said
-        for case in ("stays", "begins behind the last look", "a probe"):
+        for case in ("stays", "begins behind the last look", "a probe", "a teacher"):
             assert rank[case][0] == "not refused", case
     told = {case: [line for rank in ranks for line in rank[case][1]] for case in ranks[0]}
-    assert not told["stays"] and not told["a probe"]
+    assert not told["stays"] and not told["a probe"] and not told["a teacher"]
     [line] = told["begins behind the last look"]
     assert "AverageByPairs.copies.0 is a copy of layers" in line
 
