@@ -29,7 +29,7 @@ class Job:
         if port is None:
             with socket.create_server(("127.0.0.1", 0)) as free:
                 port = free.getsockname()[1]
-        own = {"WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        own = {"WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOGS": folder}
         self.ranks = []
         for rank in range(num_ranks):
             more = {key: str(value) for key, value in (own | {"RANK": rank, "LOCAL_RANK": rank}).items()}
