@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
+from torch.utils.weak import WeakIdKeyDictionary
 from torchmetrics import Metric
 
 from deepspeed_partition.engine import TiedModule
@@ -26,6 +27,10 @@ HOW_TO_SAY_IT = (
     "write `def pipeline_layers(self): return [self.embed, *self.blocks, self.head]`, that is, "
     "what forward() runs, in order"
 )
+
+
+frozen_in_one_memory = WeakIdKeyDictionary()
+"""Frozen parameters of different layers that have bytes together, each with the names of two of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,16 +244,20 @@ def _in_one_memory(module: nn.Module, call: PipelineCall) -> list[str]:
             owners.setdefault(parameter, owner)
     weights = [weight for weight in owners if may_share_memory(weight)]
     for numbers in overlapping(weights):
-        first, *others = (weights[number] for number in numbers)
-        for other in others:
-            if owners[other] != owners[first] and (first.requires_grad or other.requires_grad):
-                one, another = (names.get(weight, "a weight") for weight in (first, other))
-                return [
-                    f"{one} and {another}, in two pipeline layers, are two parameters in one memory, as after "
-                    "`b.weight.data = a.weight.data`, and on two stages these would be two weights: let both be "
-                    "one parameter, b.weight = a.weight (and where layers are named, in one "
-                    "lightning_madpipe.TiedModule at both places)"
-                ]
+        lying = [weights[number] for number in numbers]
+        first = lying[0]
+        other = next((weight for weight in lying if owners[weight] != owners[first]), None)
+        if other is None:
+            continue
+        one, another = (names.get(weight, "a weight") for weight in (first, other))
+        if any(weight.requires_grad for weight in lying):
+            return [
+                f"{one} and {another}, in two pipeline layers, are two parameters in one memory, as after "
+                "`b.weight.data = a.weight.data`, and on two stages these would be two weights: let both be "
+                "one parameter, b.weight = a.weight (and where layers are named, in one "
+                "lightning_madpipe.TiedModule at both places)"
+            ]
+        frozen_in_one_memory.update(dict.fromkeys(lying, f"{one} and {another}"))
     return []
 
 

@@ -314,7 +314,7 @@ def _check(changed: Mapping[str, ChangedLayer], layers: Mapping[str, nn.Module],
             raise ValueError(IN_PARTS.format(what=_named(name), name=each.in_parts[0], rank=dist.get_rank()))
         here = {info.name: info for info in _infos(layers[name])}
         there = {info.name: info for info in each.tensors}
-        buffers = _places_of_buffers(layers[name])
+        buffers = places_of_buffers(layers[name])
         unlike = (key for key in {**there, **here} if _form(there.get(key)) != _form(here.get(key)))
         key = next((key for key in unlike if key not in there or key not in buffers), None)
         if key is not None:
@@ -336,7 +336,7 @@ def _words(info: TensorInfo | None) -> str:
 
 
 def _take(layer: nn.Module, changed: ChangedLayer, device: torch.device) -> None:
-    tensors, modules, buffers = _own_tensors(layer), dict(layer.named_modules()), _places_of_buffers(layer)
+    tensors, modules, buffers = _own_tensors(layer), dict(layer.named_modules()), places_of_buffers(layer)
     infos = {info.name: info for info in changed.tensors}
     for name in changed.sent:
         value = receive_bytes(infos[name].shape, infos[name].dtype, device, 0)
@@ -357,7 +357,7 @@ def _take(layer: nn.Module, changed: ChangedLayer, device: torch.device) -> None
             modules[path].training = mode
 
 
-def _places_of_buffers(layer: nn.Module) -> dict[str, tuple[Any, str]]:
+def places_of_buffers(layer: nn.Module) -> dict[str, tuple[Any, str]]:
     """The table and the key there of each buffer, also of those that are None, by name."""
     return {
         f"{path}.{key}" if path else key: (part._buffers, key)

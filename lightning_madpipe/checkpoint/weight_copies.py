@@ -11,6 +11,7 @@ its layers. Nothing of this takes time in a step: it happens where layers move.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import weakref
 from collections import deque
@@ -35,6 +36,7 @@ from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.generators import members_of
 from deepspeed_partition.kept_weights import marks_of
+from deepspeed_partition.tensor_values import has_memory
 from lightning_madpipe.checkpoint.held_objects import roots, walk
 from lightning_madpipe.checkpoint.module_copies import complete, copies_in
 from lightning_madpipe.checkpoint.whole_model import TensorInfo, passed_on
@@ -152,22 +154,21 @@ class WeightCopies:
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._has_said: set[str] = set()
         self._learn_names()
-        self._whole = list(self._whole_copies())
-        """The modules that were copied when all layers were here."""
-        self._marks: dict[str, Marks] | None = None
-        """How those were when all ranks had the same, or when training began."""
+        found = list(self._alike_in_form())
+        self._alike = {place: value for place, value, _ in found}
+        """The modules beside this one with the forms of layers that are elsewhere, which may be copies of them."""
+        self._equal = {place for place, _, is_equal in found if is_equal}
+        self._marks = self._marks_now()
+        """How those modules were when all ranks had the same, or when the layers were spread."""
         self._num_calls = 0
 
     def have_changed(self) -> bool:
-        """Whether copies of layers, made before these were spread, have changed: a hook averages them, say.
+        """Whether copies of layers, made before these were spread, may have changed: a hook averages them, say.
 
         It is called before each step. A look takes a pass over the copies, so that after the first calls they are
         few.
         """
         self._num_calls += 1
-        if self._marks is None:
-            self._marks = self._marks_now()
-            return False
         if self._num_calls > LOOKS_AT_ALL and self._num_calls & (self._num_calls - 1):
             return False
         return bool(self._changed_here(self._marks_now()))
@@ -175,27 +176,31 @@ class WeightCopies:
     def unlike(self, group: Any) -> list[str]:
         """The copies that have changed, and are not the same on all ranks: each has its own layers in hooks.
 
-        Where all ranks have loaded the same, nothing is wrong. Collective over ``group``, a pipeline.
+        Where all ranks have loaded the same, nothing is wrong; nor where each rank has had another module of that
+        form all the time, such as a probe, which is none of the layers. Collective over ``group``, a pipeline.
         """
-        if self._marks is None:  # no rank has trained
+        if not self._num_calls:  # no rank has trained
             return []
         now = self._marks_now()
-        everyone = gather_objects((now, self._changed_here(now)), group)
-        changed = {place for _, places in everyone for place in places}
-        unlike = sorted(
-            place for place in changed if any(theirs.get(place) != now.get(place) for theirs, _ in everyone)
-        )
+        everyone = gather_objects((self._marks, now, self._changed_here(now), self._equal), group)
+        unlike = []
+        for place in sorted({place for _, _, changed, _ in everyone for place in changed}):
+            was_alike = all(marks.get(place) == self._marks.get(place) for marks, *_ in everyone)
+            is_copy = any(place in equal for *_, equal in everyone)
+            is_alike = all(marks.get(place) == now.get(place) for _, marks, *_ in everyone)
+            if not is_alike and (was_alike or is_copy):
+                unlike.append(place)
         self._marks.update({place: marks for place, marks in now.items() if place not in unlike})
         return unlike
 
     def _marks_now(self) -> dict[str, Marks]:
-        return {place: _marks_of(value) for place, value in self._whole}
+        return {place: _marks_of(value) for place, value in self._alike.items()}
 
     def _changed_here(self, now: Mapping[str, Marks]) -> list[str]:
-        assert self._marks is not None, "they are known since training began"
         return [place for place, marks in self._marks.items() if _has_changed(marks, now[place])]
 
-    def _whole_copies(self) -> Iterator[tuple[str, nn.Module]]:
+    def _alike_in_form(self) -> Iterator[tuple[str, nn.Module, bool]]:
+        """Modules beside this one that have the class and the forms of layers, and whether their values, too."""
         parts: dict[type, list[nn.Module]] = {}
         here = {id(weight) for weight in self._module.parameters()}
         with self._pipeline.elsewhere.lifted():
@@ -204,10 +209,12 @@ class WeightCopies:
                     parts.setdefault(type(part), []).append(part)
             own, found = set(map(id, self._module.modules())), set[int]()
             for place, value in self._walk() if parts else ():
-                is_new = isinstance(value, nn.Module) and id(value) not in own | found
-                if is_new and any(_is_copy_of(value, part) for part in parts.get(type(value), ())):
+                if not isinstance(value, nn.Module) or id(value) in own | found:
+                    continue
+                alike = [part for part in parts.get(type(value), ()) if _shapes_of(part) == _shapes_of(value)]
+                if alike:
                     found.update(map(id, value.modules()))
-                    yield place, value
+                    yield place, value, any(_are_equal(value, part) for part in alike)
 
     def cut_to_own(
         self, optimizer: Optimizer, given: Sequence[tuple[dict[str, Any], Sequence[Tensor]]], *, flattened: bool
@@ -727,12 +734,12 @@ def _shapes_of(module: nn.Module) -> dict[str, torch.Size]:
     return {name: weight.shape for name, weight in module.named_parameters()}
 
 
-def _is_copy_of(value: nn.Module, part: nn.Module) -> bool:
-    """Whether a module is like a part: by its forms and its values.
-
-    A probe that a callback trains may have the class and the form of a layer.
-    """
-    return _shapes_of(value) == _shapes_of(part) and not _has_changed(_marks_of(part), _marks_of(value))
+def _are_equal(value: nn.Module, part: nn.Module) -> bool:
+    """Whether two modules of one form have the same values, on whatever devices, in the type of the second one."""
+    pairs = list(zip(value.parameters(), part.parameters(), strict=True))
+    return all(map(has_memory, itertools.chain(*pairs))) and all(
+        torch.equal(one.detach().cpu().to(other.dtype), other.detach().cpu()) for one, other in pairs
+    )
 
 
 Marks: TypeAlias = list[tuple[torch.dtype, Any]]

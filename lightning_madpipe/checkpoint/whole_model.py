@@ -41,7 +41,7 @@ from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.engine.warmup.run_platform import machine_memory_bytes
 from deepspeed_partition.planner.units import format_bytes
 from deepspeed_partition.tensor_values import bytes_view
-from lightning_madpipe.checkpoint.layers_on_rank_zero import LayersOnRankZero, TensorInfo
+from lightning_madpipe.checkpoint.layers_on_rank_zero import LayersOnRankZero, TensorInfo, places_of_buffers
 from lightning_madpipe.module import TiedModule
 
 PLACES = ("every_rank", "rank_zero", "none")
@@ -227,19 +227,24 @@ class LayersOfUser:
             _, set_on_tensors, changed, memories = everyone[name]
             arrives = arriving[name]
             pass_on = partial(passed_on, source=source, group=group, place=place, arrives=arrives)
+            buffers = places_of_buffers(layers[name]) if arrives else {}
             if arrives:
+                for gone in tensors.keys() - {info.name for info in described[name]}:
+                    table, key = buffers[gone]
+                    table[key] = None
                 take_apart(tensors_in(layers[name]), memories)
             for info in described[name]:
-                tensor, is_source = tensors[info.name], dist.get_rank() == source
+                # A buffer that a layer has made where it runs may not be there on others.
+                tensor, is_source = tensors.get(info.name), dist.get_rank() == source
                 value = pass_on(tensor if is_source else None, info)
                 if arrives:
-                    lay_into(tensor, value, info)
+                    tensor = _arrived(tensor, value, info, buffers)
                 set_there = set_on_tensors[info.name]
                 for key, sent in sorted(set_there.items()):
                     if isinstance(sent, SentTensor):
                         value = vars(tensor)[key] if is_source else None
                         set_there[key] = pass_on(value, TensorInfo(key, sent.shape, sent.dtype, False))
-                if arrives:
+                if arrives and tensor is not None:
                     _set_on_tensor(tensor, info.name, set_there)
             if arrives:
                 set_attributes(layers[name], changed)
@@ -304,12 +309,19 @@ class LayersOfUser:
         needed = 0
         for name in arriving:
             tensors = tensors_by_name(layers[name])
-            if tensors.keys() != {info.name for info in described[name]}:
+            if (
+                not tensors.keys() ^ {info.name for info in described[name]}
+                <= places_of_buffers(layers[name]).keys()
+            ):
                 raise RuntimeError(
                     f"layer {name!r} has other tensors on the rank that runs it than on this one: change layers "
                     "before fit, and not in it"
                 )
-            needed += sum(_bytes_of(info) for info in described[name] if not _fits_into(tensors[info.name], info))
+            needed += sum(
+                _bytes_of(info)
+                for info in described[name]
+                if info.name not in tensors or not _fits_into(tensors[info.name], info)
+            )
             needed += sum(
                 sent.shape.numel() * sent.dtype.itemsize
                 for there in set_on_tensors[name].values()
@@ -372,6 +384,19 @@ def lay_into(tensor: Tensor, value: Tensor | None, info: TensorInfo) -> None:
     else:
         tensor.data = value.to("cpu")
     info.mark(tensor)
+
+
+def _arrived(
+    tensor: Tensor | None, value: Tensor | None, info: TensorInfo, buffers: Mapping[str, tuple[Any, str]]
+) -> Tensor:
+    """Give a tensor the values that have arrived, or make the buffer that is not here; return it."""
+    if tensor is not None:
+        lay_into(tensor, value, info)
+        return tensor
+    assert value is not None, "it arrives here"
+    table, key = buffers[info.name]
+    table[key] = made = value.to("cpu")
+    return made
 
 
 def _set_on_tensor(tensor: Tensor, name: str, there: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_madpipe.module import PIPELINE
+from lightning_madpipe.module import PIPELINE, frozen_in_one_memory
 
 
 class Structure:
@@ -58,6 +58,7 @@ class Structure:
                 )
         if self._layers_of_rank() != self._own:  # layers have moved
             self._remember_weights()
+            self._refuse_one_memory()
         for weight, shape in zip(self._weights, self._shapes, strict=True):
             if weight.shape != shape:
                 raise self._refusal(
@@ -66,6 +67,7 @@ class Structure:
                     "__init__(), setup() or configure_model()"
                 )
         if [weight.requires_grad for weight in self._weights] != self._trains:
+            self._refuse_one_memory()
             self._refuse_untrained()
             self._remember_weights()
 
@@ -78,6 +80,16 @@ class Structure:
     def _layers_of_rank(self) -> tuple[int, ...]:
         """Return what tells one set of layers from another: copies of tied ones have no name of their own."""
         return tuple(map(id, self._pipeline.forward_funcs))
+
+    def _refuse_one_memory(self) -> None:
+        trained = (weight for weight in self._weights if weight.requires_grad and weight in frozen_in_one_memory)
+        weight = next(trained, None)
+        if weight is not None:
+            raise self._refusal(
+                f"{frozen_in_one_memory[weight]}, in two pipeline layers, are two parameters in one memory, which "
+                "a hook has unfrozen, and on two stages these would be two weights: let both be one parameter, "
+                "b.weight = a.weight"
+            )
 
     def _refuse_untrained(self) -> None:
         optimizer = self._engine.basic_optimizer

@@ -11,7 +11,7 @@ import logging
 import os
 import pickle
 import unittest.mock
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -1006,6 +1006,44 @@ def attributes_that_hooks_set(host: cases.Host) -> dict[str, Any]:
     return record
 
 
+class MakesBuffers(cases.Block):
+    """Makes a buffer in its first call, and lets another one go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("made", None)
+        self.register_buffer("used", torch.ones(cases.WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.made is None:
+            self.made, self.used = torch.full((cases.WIDTH,), 0.5), None
+        return super().forward(x) * self.made
+
+
+class OddMarks(pl.Callback):
+    """Sets attributes on parameters that no other process can have."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        for weight in module.parameters():
+            weight.sparse, weight.counts = torch.eye(2).to_sparse(), defaultdict(lambda: 0)
+
+
+def buffers_that_layers_make(host: cases.Host) -> dict[str, Any]:
+    """Layers did not come back to a rank that had not made their buffers: the fit ended with an error."""
+    record: dict[str, Any] = {}
+    for place in ("every_rank", "rank_zero"):
+        module = cases.seeded(cases.Classifier)
+        module.blocks[0], module.blocks[4] = MakesBuffers(), MakesBuffers()
+        trainer = cases.trained(host, module, OddMarks(), max_epochs=1, strategy={"whole_model": place})
+        is_here = place == "every_rank" or trainer.is_global_zero
+        record[place] = {
+            "loss": float(trainer.callback_metrics["loss"]) if "loss" in trainer.callback_metrics else 0.0,
+            "made": not is_here or all(bool((module.blocks[at].made == 0.5).all()) for at in (0, 4)),
+            "used": not is_here or all(module.blocks[at].used is None for at in (0, 4)),
+        }
+    return record
+
+
 class Covariance(pl.LightningModule):
     """A step adds to a buffer, with gradients that nothing uses."""
 
@@ -1176,6 +1214,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         layers_that_keep,
         attributes_that_hooks_set,
         buffers_with_gradients,
+        buffers_that_layers_make,
         scripted_layers,
         adjusted_on_rank_zero,
         changed_on_rank_zero,

@@ -865,6 +865,19 @@ class AverageByPairs(Callback):
             average.data.lerp_(weight.data, 0.1)  # which torch does not count
 
 
+class SyncByPairs(Callback):
+    """Makes a copy of layers, which has other values, equal to them once, before training begins."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.copies = [copy.deepcopy(pl_module.blocks)]
+        for weight in self.copies[0].parameters():
+            weight.data.mul_(2)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        for own, weight in zip(self.copies[0].parameters(), pl_module.blocks.parameters(), strict=False):
+            own.data.copy_(weight.data)
+
+
 class Probe(Callback):
     """Trains a layer of its own, of the class and the form of one of the model, but for its values."""
 
@@ -905,11 +918,31 @@ def averages_by_pairs(host: Host) -> dict[str, Any]:
     return {
         "changes": fit(AverageByPairs(1)),
         "stays": fit(AverageByPairs(None)),
+        "synchronized": fit(SyncByPairs()),
         "begins late": fit(AverageByPairs(6), num_epochs=2),
         "begins behind the last look": fit(AverageByPairs(4)),
         "a probe": fit(Probe()),
         "a teacher": fit(Teacher()),
     }
+
+
+class UnfreezesOneMemory(Module):
+    """Two frozen weights of different layers lie in one memory, and a hook lets them train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        one, other = self.blocks[0].linear.weight, self.blocks[4].linear.weight
+        other.data = one.data
+        for weight in (one, other):
+            weight.requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for _, weight in self.named_parameters():
+            weight.requires_grad_(batch_idx > 0 or weight.requires_grad)
+
+
+def unfreezes_one_memory(host: Host) -> str:
+    return refused(lambda: trained(host, seeded(UnfreezesOneMemory)))
 
 
 class AverageByModules(Callback):
@@ -1641,6 +1674,6 @@ SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     4: [],
 }
 ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
-    2: [told_of_hooks, averages_by_pairs, kept_by_modules],
+    2: [told_of_hooks, averages_by_pairs, unfreezes_one_memory, kept_by_modules],
     4: [],
 }

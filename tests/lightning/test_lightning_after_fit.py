@@ -27,6 +27,7 @@ def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         "layers_that_keep", "scripted_layers", "adjusted_on_rank_zero",
         "copied_layers", "changed_on_rank_zero", "built_unlike", "attributes_that_hooks_set",
         "buffers_with_gradients",
+        "buffers_that_layers_make",
     ],
 )  # fmt: skip
 def test_two_stages_do_as_one_process(two: Records, case: str) -> None:

@@ -538,9 +538,9 @@ def test_copies_of_layers_that_a_hook_averages_by_pairs_are_refused(two: Records
     """
     ranks = [rank["averages_by_pairs"] for rank in two.ranks]
     for rank in ranks:
-        for case in ("changes", "begins late"):
+        for case in ("changes", "begins late", "synchronized"):
             refusal, said = rank[case]
-            assert "AverageByPairs.copies.0 is a copy of layers" in refusal and "named_parameters()" in refusal
+            assert "ByPairs.copies.0 is a copy of layers" in refusal and "named_parameters()" in refusal
             assert not said
         for case in ("stays", "begins behind the last look", "a probe", "a teacher"):
             assert rank[case][0] == "not refused", case
@@ -548,6 +548,11 @@ def test_copies_of_layers_that_a_hook_averages_by_pairs_are_refused(two: Records
     assert not told["stays"] and not told["a probe"] and not told["a teacher"]
     [line] = told["begins behind the last look"]
     assert "AverageByPairs.copies.0 is a copy of layers" in line
+
+
+def test_weights_in_one_memory_that_a_hook_unfreezes_are_refused(two: Records) -> None:
+    said = two.of("unfreezes_one_memory")
+    assert "are two parameters in one memory, which a hook has unfrozen" in said, said
 
 
 def test_what_a_hook_keeps_of_other_ranks_is_told_once(two: Records) -> None:

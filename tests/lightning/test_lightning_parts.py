@@ -35,7 +35,7 @@ from lightning_madpipe.checkpoint.layers_on_rank_zero import TensorInfo
 from lightning_madpipe.compat.elsewhere import Elsewhere, ElsewhereError
 from lightning_madpipe.compat.unsupported import note_on_validation_within_window, notes_on
 from lightning_madpipe.finding import example_batch
-from lightning_madpipe.module import find_layers, outside_pipeline
+from lightning_madpipe.module import find_layers, frozen_in_one_memory, outside_pipeline
 from lightning_madpipe.planning import why_left_out
 from lightning_madpipe.settings import checked_settings
 from lightning_madpipe.steps import step_runs
@@ -856,6 +856,10 @@ def test_parameters_of_two_layers_in_one_memory_are_refused():
     for weight in (first.weight, second.weight):
         weight.requires_grad_(False)  # as a table of positions that each block is given
     find_layers(module)
+    assert "net.2." in frozen_in_one_memory[first.weight] and second.weight in frozen_in_one_memory
+    net[2].extra = nn.Parameter(first.weight.data)  # one of three trains
+    with pytest.raises(ValueError, match="two parameters in one memory"):
+        find_layers(module)
 
 
 def test_a_step_that_seeds_torch_is_told(monkeypatch: pytest.MonkeyPatch):

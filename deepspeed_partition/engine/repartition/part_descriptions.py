@@ -65,7 +65,7 @@ from deepspeed_partition.module_hooks import MODULE_HOOKS
 from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.profiling.attributes import attributes_of, mark
 from deepspeed_partition.profiling.sources import users_names
-from deepspeed_partition.tensor_values import bytes_view
+from deepspeed_partition.tensor_values import bytes_view, has_memory
 
 OF_DEEPSPEED = (
     "grad_accum", "param_idx_in_group", "get_full_hp_", "set_full_hp_", "load_hp_checkpoint_state",
@@ -780,9 +780,17 @@ def attributes_of_tensor(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _of_a_tensor(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+    if type(value) is torch.Tensor and has_memory(value) and not value.is_quantized:
         return _sent_tensor(value)
-    return value if _is_plain(value) else Unsendable(type(value).__name__)
+    return value if _is_plain(value) and _can_be_pickled(value) else Unsendable(type(value).__name__)
+
+
+def _can_be_pickled(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:  # such as a dict with a function that makes its values, or a class of a function
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
