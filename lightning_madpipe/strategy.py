@@ -983,7 +983,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             call_hooks=self._call_hooks_before_step,
             loss=self.loss,
             group_settings=self._group_settings,
-            spread=self._spread,
+            copies_have_changed=self._spread.copies_have_changed,
+            refuse_changed_copies=self._spread.refuse_changed_copies,
         )
         if self._rests is not None:
             self._rests.end()

@@ -24,7 +24,6 @@ from lightning_madpipe.compat.logged_values import note_waiting_batches
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.unsupported import needs_two_samples, note_on_validation_within_window
 from lightning_madpipe.finding.captured_call import OtherCallError
-from lightning_madpipe.spread_model import SpreadModel
 from lightning_madpipe.steps.batch_runs import BatchRun, Piece, SamplesSelectedError
 from lightning_madpipe.steps.batches import (
     copy_of_batch,
@@ -80,7 +79,8 @@ class BatchRunner:
             pipeline never drains that is during a later batch.
         loss: How the loss of a batch comes from its micro-batches, see ``LossOfBatches``.
         group_settings: Compares what ranks make of the settings of parameter groups; None: each has all layers.
-        spread: The layers on the ranks of the pipeline, and copies of them.
+        copies_have_changed: Whether copies of layers beside these may have changed on this rank.
+        refuse_changed_copies: Refuses those that ranks have changed otherwise; collective.
     """
 
     def __init__(
@@ -99,9 +99,11 @@ class BatchRunner:
         call_hooks: Callable[[], None],
         loss: str,
         group_settings: GroupSettings | None,
-        spread: SpreadModel,
+        copies_have_changed: Callable[[], bool],
+        refuse_changed_copies: Callable[[], None],
     ) -> None:
-        self.steps, self._group_settings, self._spread = steps, group_settings, spread
+        self.steps, self._group_settings = steps, group_settings
+        self._copies_have_changed, self._refuse_changed_copies = copies_have_changed, refuse_changed_copies
         self._trainer, self._module, self._pipeline, self._engine = trainer, module, pipeline, engine
         self._num_micro_batches = num_micro_batches
         self._base_seed, self._batch_numbers = base_seed, batch_numbers
@@ -199,10 +201,10 @@ class BatchRunner:
         changed = self._comparison.changed()
         is_due = self._comparison.look_is_due(epoch_begins=self._epoch_begins) or bool(changed)
         self._epoch_begins = False
-        asks = self._spread.copies_have_changed() or is_due
+        asks = self._copies_have_changed() or is_due
         if engine.meet(sum(len(run.micro_batches) for run in window), asks=asks):
             engine.come_to_rest()
-            self._spread.refuse_changed_copies()
+            self._refuse_changed_copies()
             self._comparison.compare_again(window[0], changed)
         if self._group_settings is not None and (engine.may_move or engine.weight_versions != FLUSH):
             self._group_settings.compare()  # before layers go, and where no update waits for all ranks
