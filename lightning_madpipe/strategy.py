@@ -17,7 +17,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache, partial
@@ -74,7 +74,7 @@ from lightning_madpipe.steps.group_settings import GroupSettings
 from lightning_madpipe.steps.hooks_that_collect import collected_by_hooks
 from lightning_madpipe.steps.layer_comparison import LayerComparison
 from lightning_madpipe.steps.loss_mode import LOSSES
-from lightning_madpipe.steps.metrics import gather_between_pipelines
+from lightning_madpipe.steps.metrics import BetweenPipelines
 from lightning_madpipe.steps.own_generators import states_for_hook
 from lightning_madpipe.steps.rank_of_step import tell_of_local_rank
 from lightning_madpipe.steps.runner import BatchRunner
@@ -287,7 +287,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         self._warm_up: WarmUpOfFit | None = None
         self._phase: Phase | None = None
         self._figures: LoggedFigures | None = None
-        self._let_metrics_go: Callable[[], None] = lambda: None
+        self._metrics: BetweenPipelines | None = None
+        self._looks_at_metrics = False
         self._hook_watch: HookWatch | None = None
         self._hook_writing: HookWriting | None = None
         self._sizes_asked = SizesAsked(self.tell_of_asked_size)
@@ -667,7 +668,9 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             if self._rests is not None:
                 self._rests.end()
                 self._rests = None
-            self._let_metrics_go()
+            if self._metrics is not None:
+                self._metrics.end()
+                self._metrics = None
             self._stop_watching_hooks()
             self._engine.retire()
             if not self._module.trainer.interrupted:
@@ -806,6 +809,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             )
         self._number_of_batch = number
         self._refuse_step_that_was_left_out()
+        self._look_at_metrics()
         with nullcontext() if self._hook_watch is None else self._hook_watch.step():
             trained = self._batches.train(batch, arguments)
         is_step = not trainer.fit_loop._should_accumulate()
@@ -815,12 +819,20 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             self._left_out_in = number
         return trained
 
+    def _look_at_metrics(self) -> None:
+        """Let metrics that a hook has made before an epoch gather as the others do."""
+        if self._looks_at_metrics and self._metrics is not None:
+            self._metrics.look()
+        self._looks_at_metrics = False
+
     def validation_step(self, batch: Any, *arguments: Any) -> Any:
         """Run ``batch`` through the pipeline; return the step's results if a hook reads them, else its loss."""
+        self._look_at_metrics()
         return self._batches.evaluate("validation_step", batch, arguments)
 
     def test_step(self, batch: Any, *arguments: Any) -> Any:
         """Run ``batch`` through the pipeline; return the step's results if a hook reads them, else its loss."""
+        self._look_at_metrics()
         return self._batches.evaluate("test_step", batch, arguments)
 
     def predict_step(self, batch: Any, *arguments: Any) -> Any:
@@ -902,6 +914,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
+            self._looks_at_metrics = True
             self._batches.begin_training_epoch()
         elif self._is_first_batch and (note := note_on_resuming(self._module.trainer, batch_idx)) is not None:
             announce(note, logging.WARNING)
@@ -924,13 +937,16 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
 
     def on_train_end(self) -> None:
         self._refuse_step_that_was_left_out()
+        self._batches.leave_window()
         if self._warm_up is not None and self.deepspeed_engine.is_warming_up:
             self._warm_up.say_that_no_plan_was_made()
 
     def on_validation_start(self) -> None:
+        self._looks_at_metrics = True
         self._batches.begin_epoch()
 
     def on_test_start(self) -> None:
+        self._looks_at_metrics = True
         self._batches.begin_epoch()
 
     def on_predict_start(self) -> None:
@@ -993,7 +1009,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             # What the module's hooks read is watched, and not what the engine's module is asked for.
             self.pipeline.has_told_old_weights = True
             self._rests = Rests(trainer, engine, lambda: self._batches.last_batch_size)
-        self._let_metrics_go = gather_between_pipelines(module, self.gather_state)
+        self._metrics = BetweenPipelines(module, lambda: trainer.callbacks, self.gather_state)
         self.leave_out_needless_advice()
 
     def _is_in_last_stage(self, layer: int | str) -> bool:

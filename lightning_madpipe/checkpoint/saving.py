@@ -73,6 +73,28 @@ def _save_file(io: Any, checkpoint: Mapping[str, Any], path: str, storage_option
         shutil.rmtree(folder, ignore_errors=True)
 
 
+OF_DEEPSPEED = frozenset((
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps",
+    "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version",
+))  # fmt: skip
+"""What DeepSpeed (0.19) calls its own entries, beside which a LightningModule's stand in a folder."""
+
+
+def _refuse_names_of_deepspeed(state: Mapping[str, Any]) -> None:
+    """Refuse entries that would take the place of the engine's own, or that DeepSpeed would not give back.
+
+    Raises:
+        ValueError: there is one.
+    """
+    taken = sorted(state.keys() & OF_DEEPSPEED)
+    if taken:
+        raise ValueError(
+            f"on_save_checkpoint sets checkpoint[{taken[0]!r}], which is the name of an entry of DeepSpeed's in a "
+            "checkpoint's folder, and one would be lost: give it another name"
+        )
+
+
 class Checkpointing(DeepSpeedStrategy):
     """The part of the strategy that writes and reads checkpoints."""
 
@@ -251,6 +273,7 @@ class Checkpointing(DeepSpeedStrategy):
     def _fill_folder(self, checkpoint: Mapping[str, Any], path: Path) -> None:
         unfinished = atomic_folders.unfinished(path)
         state = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        refused_together(lambda: _refuse_names_of_deepspeed(state))
         outside = checkpoint_folders.outside_state(self._module, self.pipeline, self._names)
         left = hooks_on_state.LeftByHooks([], {}, {})
         if self._shown is not None:

@@ -174,6 +174,11 @@ def clips_by_value(trainer: Any) -> bool:
     return trainer.gradient_clip_algorithm == "value"
 
 
+def _is_of_a_library(hook: Any) -> bool:
+    name = getattr(hook, "__module__", None) or ""
+    return name.startswith(("pytorch_lightning.", "lightning.", "lightning_madpipe."))
+
+
 def notes_on(trainer: Any, module: Any, defaults: Collection[Any]) -> Iterator[str]:
     """What runs otherwise than the user may expect, one sentence each.
 
@@ -184,6 +189,14 @@ def notes_on(trainer: Any, module: Any, defaults: Collection[Any]) -> Iterator[s
     deaf = [name for name, hook in hooks.items() if getattr(hook, "__func__", hook) not in defaults]
     if deaf:
         yield f"on_before_backward of {_list(deaf)} is not called: a pipeline runs many backwards in each step"
+    hooks = {type(owner).__name__: owner.on_before_zero_grad for owner in (module, *trainer.callbacks)}
+    early = [name for name, hook in hooks.items() if not _is_of_a_library(hook)]
+    if early:
+        yield (
+            f"on_before_zero_grad of {_list(early)} is called before the batches of a step run, and in one "
+            "process behind the first forward: what it reads of a step (an attribute that the step sets, a logged "
+            "value) is that of the step before"
+        )
     precision = trainer.strategy.precision_plugin.precision
     if precision.endswith("-mixed"):
         half = "bf16" if precision.startswith("bf16") else "fp16"

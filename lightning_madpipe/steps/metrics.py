@@ -8,7 +8,7 @@ between pipelines it gathers as torchmetrics does.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -18,6 +18,9 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_madpipe.module import outside_pipeline
 from lightning_madpipe.steps.batches import tensors_of
+
+MOST_ITEMS = 1000
+"""Items of a callback's container that are looked at."""
 
 
 class MetricValue(NamedTuple):
@@ -53,26 +56,51 @@ def named_with_class(name: str, metric: Metric) -> str:
     return f"self.{name} ({type(metric).__name__})"
 
 
-def gather_between_pipelines(module: nn.Module, gather: Callable[[Tensor], list[Tensor]]) -> Callable[[], None]:
-    """Let the metrics of ``module`` gather their states with ``gather``.
+def metrics_of_callbacks(callbacks: Iterable[Any], module: nn.Module) -> list[Metric]:
+    """The metrics that callbacks have, also in containers and modules; ``module`` itself is none of theirs."""
+    values, seen = [value for callback in callbacks for value in vars(callback).values()], set[int]()
+    for value in values:  # grows by what containers have
+        if isinstance(value, dict | list | tuple) and id(value) not in seen and len(value) <= MOST_ITEMS:
+            seen.add(id(value))
+            values += value.values() if isinstance(value, dict) else value
+    modules = (value for value in values if isinstance(value, nn.Module) and value is not module)
+    return [part for value in modules for part in value.modules() if isinstance(part, Metric)]
 
-    A metric that was given a process group or a function of its own keeps it.
 
-    Returns:
-        What ends that.
+class BetweenPipelines:
+    """Lets metrics gather their states between pipelines, and not from all ranks, of which several have the same.
+
+    Those are the module's, which steps and hooks update, and the callbacks', which hooks update on every rank. A
+    metric that was given a process group or a function of its own keeps it.
+
+    Args:
+        module: The LightningModule.
+        callbacks: Gives the Trainer's.
+        gather: A tensor of each pipeline.
     """
-    changed = []
-    for metric in metrics_of(module).values():
-        if metric.process_group is None and metric.dist_sync_fn is None:
-            # Not the process group itself, which cannot be copied, and a MetricTracker copies its metric.
-            metric.dist_sync_fn = lambda tensor, group=None: gather(tensor)
-            changed.append(metric)
 
-    def end() -> None:
-        for metric in changed:
+    def __init__(
+        self, module: nn.Module, callbacks: Callable[[], Iterable[Any]], gather: Callable[[Tensor], list[Tensor]]
+    ) -> None:
+        self._module, self._callbacks, self._gather = module, callbacks, gather
+        self._changed: list[Metric] = []
+        self.look()
+
+    def look(self) -> None:
+        """Take also metrics that hooks have made since the last look."""
+        gather = self._gather
+        found = [*metrics_of(self._module).values(), *metrics_of_callbacks(self._callbacks(), self._module)]
+        for metric in found:
+            if metric.process_group is None and metric.dist_sync_fn is None:
+                # Not the process group itself, which cannot be copied, and a MetricTracker copies its metric.
+                metric.dist_sync_fn = lambda tensor, group=None: gather(tensor)
+                self._changed.append(metric)
+
+    def end(self) -> None:
+        """Let all of them be as before."""
+        for metric in self._changed:
             metric.dist_sync_fn = None
-
-    return end
+        self._changed.clear()
 
 
 def gathered(tensor: Tensor, group: Any) -> list[Tensor]:

@@ -18,6 +18,7 @@ from deepspeed_partition.engine.runtime.collectives import raise_first, raised_t
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.engine.runtime.first_failure import in_words, is_raised_by_all
 from deepspeed_partition.kept_weights import WRITTEN, weights_kept
+from deepspeed_partition.planner.units import counted
 from deepspeed_partition.planner.weight_versions import FLUSH
 from deepspeed_partition.profiling.attributes import attributes_kept
 from lightning_madpipe.compat.logged_values import note_waiting_batches
@@ -155,8 +156,21 @@ class BatchRunner:
     def begin_training_epoch(self) -> None:
         """Forget the batches of a step that the epoch before did not come to, where a hook ended it with -1."""
         self.begin_epoch()
-        self._window, self._epoch_begins = [], True
+        self.leave_window()
+        self._epoch_begins = True
         self._originals.clear()
+
+    def leave_window(self) -> None:
+        """Forget batches that wait for others of their step, which do not come; say so."""
+        waiting, self._window = self._window, []
+        if waiting:
+            left = counted(len(waiting), "batch")
+            warn_once(
+                "batches of a window that was left",
+                f"a window of accumulate_grad_batches was left unfinished, and {left} of it did not run: what "
+                "they would have logged, or left in metrics and layers, is missing, and in one process it is "
+                "there. Stop where a window ends",
+            )
 
     def begin_epoch(self) -> None:
         """Let the next batch be the first of an epoch."""

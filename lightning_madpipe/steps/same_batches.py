@@ -59,6 +59,9 @@ class SameBatches:
         come in another order, every tensor differs. It costs a checksum of the batch and a small collective.
         """
         reads = self._somebody_reads(step)
+        has_others = self._pipeline.mpu().get_data_parallel_world_size() > 1
+        if has_others and step != "training_step" and self._num_read[step] == 1:
+            self._check_pipelines(step)
         if self._pipeline.num_stages > 1:
             mine = fingerprint_of(batch), reads, self._num_batches(step)
             everyone = gather_objects(mine, self._pipeline.mpu().get_pipe_parallel_group())
@@ -87,6 +90,20 @@ class SameBatches:
             raise self._lightning.refusal(
                 f"the ranks of a pipeline read the same data, and their epochs have different numbers of batches "
                 f"({said}): give all ranks the same loader"
+            )
+
+    def _check_pipelines(self, step: str) -> None:
+        """Refuse an evaluation in which pipelines have different numbers of batches. Collective over the job.
+
+        Lightning pads the data of training, validation and test for its own sampler, and not those of predict.
+        """
+        everyone = gather_objects(self._num_batches(step))
+        if any(theirs != everyone[0] for theirs in everyone):
+            said = ", ".join(f"{number} on rank {rank}" for rank, number in enumerate(everyone))
+            raise self._lightning.refusal(
+                f"pipelines take each batch of {step} together, and have different numbers of them ({said}): let "
+                "the number of samples be a multiple of batch size times pipelines, or run it with one pipeline, "
+                "MadPipeStrategy(num_stages=...) of as many stages as processes"
             )
 
     def _check_same_batch(self, everyone: Sequence[Any], step: str, batch: Any) -> None:

@@ -23,7 +23,7 @@ from torch.distributed import get_rank
 from torch.distributed.nn.functional import all_gather as gather_with_gradients
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric, MetricCollection, MetricTracker
+from torchmetrics import MeanMetric, MetricCollection, MetricTracker, SumMetric
 from torchmetrics.classification import (
     MulticlassAccuracy,
     MulticlassAUROC,
@@ -474,6 +474,64 @@ def with_metrics(host: Host) -> dict[str, Any]:
         "logged": plain(dict(trainer.logged_metrics)),
         "bar": plain(dict(trainer.progress_bar_metrics)),
         "all": plain(module.tracker.compute_all()),
+    }
+
+
+class Confusions(Callback):
+    """Updates metrics in hooks, of its own and of the module: made when fit begins, or when an epoch does."""
+
+    def __init__(self) -> None:
+        self.own, self.held, self.totals = MulticlassConfusionMatrix(cases.NUM_CLASSES), {"sum": SumMetric()}, []
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.made = SumMetric()
+
+    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.late = SumMetric()
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        self.own.update(batch[1], batch[1])
+        for metric in (self.held["sum"], pl_module.made, self.late):
+            metric.update(len(batch[1]))
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        metrics = [self.own, self.held["sum"], pl_module.made, self.late]
+        self.totals.append([float(metric.compute().sum()) for metric in metrics])
+        for metric in metrics:
+            metric.reset()
+
+
+def metrics_of_hooks(host: Host) -> dict[str, Any]:
+    """Their states were gathered from both ranks, and counted twice."""
+    callback = Confusions()
+    trainer = host.trainer(callback, max_epochs=2)
+    trainer.fit(seeded(cases.Classifier), cases.loader(37), cases.loader(21, seed=3))
+    return {"totals": callback.totals}
+
+
+class StopsInWindow(Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.should_stop = batch_idx == 4
+
+
+class NamesOfDeepSpeed(cases.Classifier):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["optimizer"] = "adamw"
+
+
+def told_or_refused(host: Host) -> dict[str, Any]:
+    """A window that is left, a name of DeepSpeed's in a checkpoint, pipelines with other numbers of batches."""
+    windows = {"accumulate_grad_batches": 3, "data": cases.loader(96), "max_epochs": 1}
+    with lines() as said:
+        trained(host, seeded(cases.Classifier), StopsInWindow(), **windows)
+    trainer = trained(host, seeded(NamesOfDeepSpeed), max_epochs=1)
+    saved = cases.refused(lambda: trainer.save_checkpoint(host.folder / "named"))
+    uneven = host.trainer(strategy={"num_stages": 1, "algorithm": None}, use_distributed_sampler=True)
+    odd = DataLoader(cases.samples(3), batch_size=1)
+    return {
+        "left": [line for line in said if "was left unfinished" in line],
+        "saved": saved,
+        "uneven": cases.refused(lambda: uneven.predict(seeded(cases.Classifier), odd)),
     }
 
 
@@ -985,15 +1043,15 @@ def collectives(host: Host) -> dict[str, Any]:
 
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     2: [
-        predictions, default_predictions, returned, left_behind, with_metrics, logs_everywhere, shown, summed,
-        skips, rank_zero, global_board, logged_sizes, contrasts, *loop_cases.SAME_AS_SINGLE[2],
+        predictions, default_predictions, returned, left_behind, with_metrics, metrics_of_hooks, logs_everywhere,
+        shown, summed, skips, rank_zero, global_board, logged_sizes, contrasts, *loop_cases.SAME_AS_SINGLE[2],
     ],
     4: [predictions, left_behind, replicated_metrics, contrasts],
 }  # fmt: skip
 
 ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     2: [
-        refused_predictions, unread, counted, collectives, refused_skips, unsendable,
+        refused_predictions, told_or_refused, unread, counted, collectives, refused_skips, unsendable,
         drawing_cases.alike, drawing_cases.unlike, ranks_asked_for,
         *loop_cases.ONLY_PIPELINE[2],
     ],

@@ -803,6 +803,12 @@ def test_hooks_between_batches_of_a_window_are_told() -> None:
             notes_on(trainer, module, [pl.LightningModule.on_before_backward, pl.Callback.on_before_backward])
         )
 
+    class Early(pl.Callback):
+        def on_before_zero_grad(self, *_: Any) -> None:
+            pass
+
+    [early] = notes(pl.LightningModule(), Early(), number=1)
+    assert early.startswith("on_before_zero_grad of Early is called before the batches of a step run")
     after, between = notes(Clipping(), Decaying())
     assert "with accumulate_grad_batches=3, all batches of a window run at its end: on_after_backward of " in after
     assert "Clipping is called once there, with the gradients of all of them" in after

@@ -51,13 +51,24 @@ def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize(
     "case",
     [
-        "predictions", "default_predictions", "returned", "left_behind", "with_metrics", "summed", "data_modules",
-        "combined", "reloaded", "streamed", "structured_batches", "masked", "consumed_batches", "ended_epochs",
+        "predictions", "default_predictions", "returned", "left_behind", "with_metrics", "metrics_of_hooks",
+        "summed", "data_modules", "combined", "reloaded", "streamed", "structured_batches", "masked",
+        "consumed_batches", "ended_epochs",
         "refilled_batches", "arriving_batches", "skips", "logged_sizes",
     ],
 )  # fmt: skip
 def test_two_stages_do_what_one_process_does(two: Records, case: str) -> None:
     assert_same(two.of(case), two.reference[case])
+
+
+def test_what_a_run_leaves_out_is_told_or_refused(two: Records) -> None:
+    """Batches of a window, and states of the optimizer, were lost; one pipeline waited for another."""
+    found = [rank["told_or_refused"] for rank in two.ranks]
+    [line] = [line for rank in found for line in rank["left"]]
+    assert "a window of accumulate_grad_batches was left unfinished, and 2 batches of it did not run" in line
+    for rank in found:
+        assert "on_save_checkpoint sets checkpoint['optimizer'], which is the name of an entry" in rank["saved"]
+        assert "have different numbers of them ([2] on rank 0, [1] on rank 1)" in rank["uneven"]
 
 
 def test_calls_until_a_run_trains_grow_with_the_number_of_layers(two: Records) -> None:
