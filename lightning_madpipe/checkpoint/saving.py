@@ -113,6 +113,9 @@ class Checkpointing(DeepSpeedStrategy):
     """Whether state dicts have the whole model's weights: False while Lightning collects a full checkpoint, whose
     weights DeepSpeed writes."""
 
+    _collects = False
+    """Whether Lightning collects a checkpoint, which hooks may change on every rank."""
+
     _shown: Mapping[str, Any] | None = None
     """The state as hooks have seen it in the checkpoint that is being saved."""
 
@@ -151,6 +154,10 @@ class Checkpointing(DeepSpeedStrategy):
         # Who looks at what a hook makes of its rank's weights is not to take the whole for a part.
         with self.pipeline.layers_of_user.lent(), torch._C.DisableTorchFunction():
             state = collect(self._module, self.pipeline, self._names)
+            if self._dumps_weights and self._collects:  # rank 0 writes the file, and hooks run on all
+                own = checkpoint_folders.local_state(self._module, self.pipeline, self._names)
+                shown = hooks_on_state.shown_state(own, self.pipeline, self._names)
+                return state if self.is_global_zero else shown
         if self._dumps_weights:
             return state
         self._shown = hooks_on_state.shown_state(state, self.pipeline, self._names)
@@ -174,7 +181,7 @@ class Checkpointing(DeepSpeedStrategy):
         self._wait_for_all("trainer.save_checkpoint()", SAVED_BY_ALL)
         self._rest_before_checkpoint()
         self._spread.hand_back()
-        self._dumps_weights = bool(weights_only)
+        self._dumps_weights, self._collects = bool(weights_only), True
         try:
             with self.pipeline.layers_of_user.lent():
                 state = dump(connector, bool(weights_only))
@@ -187,7 +194,7 @@ class Checkpointing(DeepSpeedStrategy):
                 state.pop(COPIES, None)  # rank 0 writes the one file, in which they are whole
             return state
         finally:
-            self._dumps_weights = True
+            self._dumps_weights, self._collects = True, False
 
     def _wait_for_all(self, call: str, what_to_do: str) -> None:
         """Wait for the ranks that have a part of the model to come to the same call.

@@ -514,6 +514,22 @@ class StopsInWindow(Callback):
         trainer.should_stop = batch_idx == 4
 
 
+class LeavesOut(cases.Classifier):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        for name in ("embed.weight", "head.weight"):
+            del checkpoint["state_dict"][name]
+        self.names = list(checkpoint["state_dict"])
+
+
+def weights_left_out(host: Host) -> dict[str, Any]:
+    """Other ranks than 0 had no entry of a checkpoint of weights alone: a KeyError of one rank."""
+    module = seeded(LeavesOut)
+    trainer = trained(host, module, max_epochs=1)
+    trainer.save_checkpoint(host.folder / "weights.ckpt", weights_only=True)
+    saved = torch.load(host.folder / "weights.ckpt", weights_only=False)["state_dict"]
+    return {"names": module.names, "saved": {name: float(value.sum()) for name, value in saved.items()}}
+
+
 class NamesOfDeepSpeed(cases.Classifier):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["optimizer"] = "adamw"
@@ -1043,8 +1059,8 @@ def collectives(host: Host) -> dict[str, Any]:
 
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     2: [
-        predictions, default_predictions, returned, left_behind, with_metrics, metrics_of_hooks, logs_everywhere,
-        shown, summed, skips, rank_zero, global_board, logged_sizes, contrasts, *loop_cases.SAME_AS_SINGLE[2],
+        predictions, default_predictions, returned, left_behind, with_metrics, metrics_of_hooks, weights_left_out,
+        logs_everywhere, shown, summed, skips, rank_zero, global_board, logged_sizes, contrasts, *loop_cases.SAME_AS_SINGLE[2],
     ],
     4: [predictions, left_behind, replicated_metrics, contrasts],
 }  # fmt: skip

@@ -52,8 +52,8 @@ def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     "case",
     [
         "predictions", "default_predictions", "returned", "left_behind", "with_metrics", "metrics_of_hooks",
-        "summed", "data_modules", "combined", "reloaded", "streamed", "structured_batches", "masked",
-        "consumed_batches", "ended_epochs",
+        "weights_left_out", "summed", "data_modules", "combined", "reloaded", "streamed", "structured_batches",
+        "masked", "consumed_batches", "ended_epochs",
         "refilled_batches", "arriving_batches", "skips", "logged_sizes",
     ],
 )  # fmt: skip
