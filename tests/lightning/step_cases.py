@@ -1060,7 +1060,8 @@ def collectives(host: Host) -> dict[str, Any]:
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     2: [
         predictions, default_predictions, returned, left_behind, with_metrics, metrics_of_hooks, weights_left_out,
-        logs_everywhere, shown, summed, skips, rank_zero, global_board, logged_sizes, contrasts, *loop_cases.SAME_AS_SINGLE[2],
+        logs_everywhere, shown, summed, skips, rank_zero, global_board, logged_sizes, contrasts,
+        *loop_cases.SAME_AS_SINGLE[2],
     ],
     4: [predictions, left_behind, replicated_metrics, contrasts],
 }  # fmt: skip
