@@ -79,6 +79,7 @@ from deepspeed_partition.engine.runtime.environment import (
 from deepspeed_partition.engine.runtime.first_failure import is_raised_by_all
 from deepspeed_partition.engine.runtime.interruption import say_interruptions_in_one_line
 from deepspeed_partition.engine.runtime.planned_peak import MICRO_BATCHES, OPTIMIZER, REDUCTION, PlannedPeak
+from deepspeed_partition.engine.runtime.random_state import random_state
 from deepspeed_partition.engine.runtime.recorded_timeline import Recorder
 from deepspeed_partition.engine.runtime.step_watch import StepWatch
 from deepspeed_partition.engine.runtime.transfers import refuse_blocking_waits
@@ -743,6 +744,7 @@ class MadPipeEngine(ResumingEngine):
         self.reset_activation_shape()
         of_training = getattr(self, "training_dataloader", None), self.data_iterator
         call = inspect.signature(PipelineEngine.eval_batch).bind(self, data_iter, *args, **kwargs)
+        restore = random_state(), self.module.counts_of_forwards() if self.runs_lists else lambda: None
         try:
             if self.runs_lists:
                 assert self._transfers, "made by all ranks, before they meet"
@@ -751,6 +753,8 @@ class MadPipeEngine(ResumingEngine):
             return super().eval_batch(data_iter, *args, **kwargs)
         except Exception:
             self.let_batch_go()
+            for put_back in restore:
+                put_back()
             self.training_dataloader, self.data_iterator = of_training
             self.eval_return_logits = False
             raise

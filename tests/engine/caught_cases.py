@@ -316,13 +316,33 @@ def evaluation_after_an_error(_: Path) -> None:
     guilty = gather_objects(is_last(engine)).index(True)
     if is_last(engine):
         FAULT[:] = ["loss", 1]
+    before = dict(engine.module._num_forwards), engine.module.micro_offset, torch.get_rng_state().tolist()
     with all_raise(EnoughError, guilty, ("loss", 7)):
         engine.eval_batch(iter(data[2]))
     assert not FAULT
+    # Stages had run different numbers of forwards, by which seeds go.
+    after = dict(engine.module._num_forwards), engine.module.micro_offset, torch.get_rng_state().tolist()
+    assert after == before
     losses.append(float(engine.train_batch(given)))
     same(losses, train_alone(specs, data[:2], two_groups))
     again = [float(engine.eval_batch(iter(data[3]))) for _ in range(2)]
     assert again[0] == again[1]
+
+
+def ranks_that_read_nothing_count_a_batch_that_was_lost(_: Path) -> None:
+    """Once they read, after a move, they were a batch behind the others."""
+    specs = specs_with(5)
+    engine = on((0, 1, 0), [0, 3, 4, 8], specs)()
+    data = batches(3)
+    reads = engine.is_first_stage() or engine.is_last_stage()
+    given: Any = Counted([item for batch in data for item in batch])
+    if is_first(engine):
+        given = Unreadable(given.items, NUM_MICRO_BATCHES + 1)
+    guilty = gather_objects(is_first(engine)).index(True)
+    engine.train_batch(given)
+    with all_raise(OSError, guilty, (5, "the disk has gone")):
+        engine.train_batch(given)
+    assert engine.batch_data._num_behind == (0 if reads else 2 * NUM_MICRO_BATCHES)
 
 
 def ranks_that_begin_different_batches(_: Path) -> None:
@@ -453,7 +473,8 @@ def layers_that_hand_over_beside_their_outputs(_: Path) -> None:
 
 OF_MAPS = [
     a_step_that_was_caught_never_happened, tied_layers_and_bf16_after_an_error, random_numbers_after_an_error,
-    evaluation_after_an_error, ranks_that_begin_different_batches, shapes_that_differ_are_told_on_every_rank,
+    evaluation_after_an_error, ranks_that_read_nothing_count_a_batch_that_was_lost,
+    ranks_that_begin_different_batches, shapes_that_differ_are_told_on_every_rank,
 ]  # fmt: skip
 CASES = {
     2: [

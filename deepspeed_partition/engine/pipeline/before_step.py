@@ -31,7 +31,8 @@ class Buffers:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._owners = [(name, owner) for name, owner in module.named_modules() if owner._buffers]
+        # Also those without buffers, which may make some in a step.
+        self._owners = list(module.named_modules())
         self._changing: set[int] = set()
         """Large buffers that a step has changed, by ``id``."""
         self._copied: list[torch.Tensor] = []

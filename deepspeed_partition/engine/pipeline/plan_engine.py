@@ -605,6 +605,8 @@ class AnyPlanEngine(AnyBoundaryEngine):
             raise
         except Exception:
             self.skip_data(num_micro_batches)
+            if not (self.is_first_stage() or self.is_last_stage()):  # which may read after a move
+                self.batch_data.count_unread(num_micro_batches)
             raise
 
     def meet(self, num_micro_batches: int, *, asks: bool = False) -> bool:

@@ -28,9 +28,10 @@ class KeptAlong:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._containers = dict(_containers(optimizer))
-        for name, container in self._containers.items():
-            for weight, kind, value in self._entries(container):
+        found = list(_containers(optimizer))
+        self._containers = {name: container for name, container, _ in found}
+        for name, container, group in found:
+            for weight, kind, value in self._entries(container, group):
                 entries = self._optimizer.state.setdefault(weight, {})
                 whole = {"": ITSELF} if value is weight else value if type(value) is dict else {"": value}
                 entries[name, kind, None] = type(value) is dict
@@ -40,7 +41,12 @@ class KeptAlong:
     def _weights(self) -> list[nn.Parameter]:
         return [weight for group in self._optimizer.param_groups for weight in group["params"]]
 
-    def _entries(self, container: Any) -> Iterator[tuple[nn.Parameter, str, Any]]:
+    def _entries(self, container: Any, group: int | None) -> Iterator[tuple[nn.Parameter, str, Any]]:
+        """What a container has for each parameter.
+
+        Args:
+            group: The place of the group that a list is for, where there is one for each; else None.
+        """
         weights = self._weights()
         if isinstance(container, dict):
             of_id = {id(weight): weight for weight in weights}
@@ -49,8 +55,9 @@ class KeptAlong:
                 yield of_id[key if is_id else id(key)], BY_ID if is_id else BY_WEIGHT, value
             return
         shapes = [value.shape for value in container]
-        groups = [list(group["params"]) for group in self._optimizer.param_groups]
-        along = next(each for each in (weights, *groups) if [weight.shape for weight in each] == shapes)
+        groups = [list(each["params"]) for each in self._optimizer.param_groups]
+        lists = (weights, *groups) if group is None else (groups[group],)
+        along = next(each for each in lists if [weight.shape for weight in each] == shapes)
         yield from ((weight, IN_ORDER, value) for weight, value in zip(along, container, strict=True))
 
     def give_back(self) -> None:
@@ -74,16 +81,17 @@ class KeptAlong:
                     container[id(weight) if kind == BY_ID else weight] = value
 
 
-def _containers(optimizer: Any) -> Iterator[tuple[str, Any]]:
-    """The lists and dicts that have something for each parameter, by name."""
+def _containers(optimizer: Any) -> Iterator[tuple[str, Any, int | None]]:
+    """The lists and dicts that have something for each parameter, by name; those of a list with their places."""
     seen = {id(getattr(optimizer, name, None)) for name in OF_TORCH}
     for name, value in vars(optimizer).items():
         if name in OF_TORCH or not goes_with_groups(value, optimizer.param_groups):
             continue
-        inner = {name: value.state if isinstance(value, torch.optim.Optimizer) else value}
+        whole = value.state if isinstance(value, torch.optim.Optimizer) else value
+        inner: list[tuple[str, Any, int | None]] = [(name, whole, None)]
         if isinstance(value, list) and all(isinstance(each, list) for each in value):
-            inner = {f"{name}.{place}": each for place, each in enumerate(value)}
-        for place, container in inner.items():
+            inner = [(f"{name}.{place}", each, place) for place, each in enumerate(value)]
+        for own, container, group in inner:
             if id(container) not in seen:
                 seen.add(id(container))
-                yield place, container
+                yield own, container, group
