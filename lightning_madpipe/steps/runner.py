@@ -166,7 +166,7 @@ class BatchRunner:
         if waiting:
             left = counted(len(waiting), "batch")
             warn_once(
-                "batches of a window that was left",
+                f"window that was left/{type(self._module).__name__}",
                 f"a window of accumulate_grad_batches was left unfinished, and {left} of it did not run: what "
                 "they would have logged, or left in metrics and layers, is missing, and in one process it is "
                 "there. Stop where a window ends",

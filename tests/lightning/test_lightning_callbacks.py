@@ -322,7 +322,8 @@ def test_what_is_not_available_says_so_on_every_rank(two: Records, reason: str, 
 
 def test_what_differs_is_said_once(two: Records) -> None:
     assert two.ranks[0]["notes"]["quiet"] == []
-    [hook, graph] = two.ranks[0]["notes"]["notes"]
+    [hook, early, graph] = two.ranks[0]["notes"]["notes"]
+    assert early.startswith("madpipe: on_before_zero_grad of Listener is called before the batches of a step run")
     assert "on_before_backward of Listener is not called" in hook and "log_graph=True shows nothing" in graph
     [precision] = two.ranks[0]["notes"]["mixed"]
     assert "the loss are in bf16" in precision and "self(x).float()" in precision
