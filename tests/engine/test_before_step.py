@@ -28,6 +28,15 @@ def test_buffers_that_a_step_makes_are_gone_when_it_is_given_up() -> None:
     assert net[0].total == 1 and net[1].running_mean.tolist() == [0, 0]
 
 
+def test_buffers_of_scripted_modules_are_put_back() -> None:
+    """Their table is no dict: a step that was given up ended with an AttributeError."""
+    net = nn.Sequential(torch.jit.script(nn.Linear(2, 2)), torch.jit.script(nn.BatchNorm1d(2)))
+    restore = Buffers(net).before_step(all_of_them=False)
+    net[1].running_mean.fill_(3)
+    restore()
+    assert net[1].running_mean.tolist() == [0, 0]
+
+
 def test_a_list_for_each_group_goes_with_its_group_where_groups_have_the_same_shapes() -> None:
     """Slow weights of a second block went along with the first one's, and were lost where that left."""
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)

@@ -65,8 +65,9 @@ class Buffers:
         def restore(spared: Collection[Place] = ()) -> None:
             for name, table, before in tables:
                 own = {key: value for key, value in table.items() if (id(table), key) in spared}
-                table.clear()
-                table.update({**before, **own})
+                if isinstance(table, dict):  # a scripted module's is none, and keeps its buffers
+                    table.clear()
+                    table.update({**before, **own})
                 for key, buffer in before.items():
                     if buffer is None or key in own:
                         continue
