@@ -144,7 +144,7 @@ def test_torchs_classes_stay_as_they_are_while_a_step_is_noted() -> None:
 def test_layers_are_looked_at_anew_when_an_epoch_begins() -> None:
     """A hook between two epochs may have given a layer another container, whose changes would go unseen."""
     runner: Any = object.__new__(BatchRunner)
-    looks: list[int] = []
+    runner._window, looks = [], list[int]()
     runner._reading, runner._originals = SimpleNamespace(begins=False), Originals()
     runner.steps = SimpleNamespace(call_states=SimpleNamespace(look_again=lambda: looks.append(1)))
     runner.begin_training_epoch()
