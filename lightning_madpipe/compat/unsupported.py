@@ -10,7 +10,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from deepspeed_partition.code_names import is_installed
+from deepspeed_partition.code_names import is_installed, is_librarys
 from deepspeed_partition.module_hooks import MODULE_HOOKS
 from deepspeed_partition.planner.weight_versions import FLUSH, TWO_VERSIONS
 from lightning_madpipe.compat.running_code import OTHERS
@@ -174,11 +174,6 @@ def clips_by_value(trainer: Any) -> bool:
     return trainer.gradient_clip_algorithm == "value"
 
 
-def _is_of_a_library(hook: Any) -> bool:
-    name = getattr(hook, "__module__", None) or ""
-    return name.startswith(("pytorch_lightning.", "lightning.", "lightning_madpipe."))
-
-
 def notes_on(trainer: Any, module: Any, defaults: Collection[Any]) -> Iterator[str]:
     """What runs otherwise than the user may expect, one sentence each.
 
@@ -190,7 +185,7 @@ def notes_on(trainer: Any, module: Any, defaults: Collection[Any]) -> Iterator[s
     if deaf:
         yield f"on_before_backward of {_list(deaf)} is not called: a pipeline runs many backwards in each step"
     hooks = {type(owner).__name__: owner.on_before_zero_grad for owner in (module, *trainer.callbacks)}
-    early = [name for name, hook in hooks.items() if not _is_of_a_library(hook)]
+    early = [name for name, hook in hooks.items() if not is_librarys(hook)]
     if early:
         yield (
             f"on_before_zero_grad of {_list(early)} is called before the batches of a step run, and in one "

@@ -390,40 +390,35 @@ def test_what_is_made_from_sizes_alone_may_be_asked(overwrites):
         run_in_order(layers, words(3, 9))
 
 
+class Lengthened(nn.Module):
+    """Multiplies by the length of what it was given, between layers as wide as that is in the capture.
+
+    Args:
+        turns: Whether length and width change places behind each layer.
+    """
+
+    def __init__(self, *, turns: bool) -> None:
+        super().__init__()
+        self.turns, self.layers = turns, nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[1]
+        for layer in self.layers:
+            mean = layer(x).mean(1, keepdim=True)
+            x = (mean.transpose(1, 2).expand(-1, -1, 8) if self.turns else mean.expand(-1, 8, -1)) * length
+        return x
+
+
 def test_a_size_that_was_another_one_by_chance_is_told_apart():
     """Length and width are both 8 in the capture; where they differed, a batch was refused."""
-
-    class Chance(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            length = x.shape[1]
-            for layer in self.layers:
-                x = layer(x).mean(1, keepdim=True).expand(-1, 8, -1) * length
-            return x
-
-    model = Chance()
+    model = Lengthened(turns=False)
     layers = captured_layers(model, torch.randn(2, 8, 8))
     assert_same(model, layers, [((torch.randn(2, size, 8),), {}) for size in (8, 5)])
 
 
 def test_a_size_at_the_place_of_another_one_is_refused():
     """Length and width are both 8 in the capture, and change places; nothing is computed with the wrong one."""
-
-    class Turned(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            length = x.shape[1]
-            for layer in self.layers:
-                x = layer(x).mean(1, keepdim=True).transpose(1, 2).expand(-1, -1, 8) * length
-            return x
-
-    layers = captured_layers(Turned(), torch.randn(2, 8, 8))
+    layers = captured_layers(Lengthened(turns=True), torch.randn(2, 8, 8))
     with pytest.raises(ShapeError, match=r"a size of 5 was the same as another one .*, which is 8 now"):
         run_in_order(layers, torch.randn(2, 5, 8))
 
