@@ -21,7 +21,7 @@ from torch import nn
 
 from deepspeed_partition.engine import MadPipeEngine
 from deepspeed_partition.engine.checkpoint import atomic_folders
-from deepspeed_partition.engine.runtime.collectives import from_rank_0
+from deepspeed_partition.engine.runtime.collectives import from_rank_0, gather_objects
 from deepspeed_partition.planner.errors import InfeasibleError, PlanFormatError, PlanMismatchError
 from tests.engine import hostile_cases, pipelines
 from tests.engine.any_plan_multiproc import plan_for
@@ -39,7 +39,7 @@ from tests.engine.saved_layouts import (
     plan_of,
     run,
 )
-from tests.engine.training_state_multiproc import OPTIMIZERS, Traced, warm_up
+from tests.engine.training_state_multiproc import OPTIMIZERS, Traced, untested, warm_up
 from tests.engine.warm_up_cases import heard
 
 
@@ -385,6 +385,127 @@ def states_of_optimizers_that_a_script_keeps(_: Path) -> None:
                 load(optimizer, one_less)
 
 
+class Counting(torch.optim.SGD):
+    """Keeps what is of no parameter in ``state``, as MADGRAD does; the rate falls by it.
+
+    Args:
+        per_rank: Whether ranks count otherwise.
+    """
+
+    def __init__(self, params: Any, per_rank: bool = False) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.state["k"] = torch.tensor([0])
+        self.state["by rank"] = torch.distributed.get_rank() if per_rank else 0
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["lr"] = 0.1 / (1 + self.state["k"].item())
+        super().step()
+        self.state["k"] += 1
+
+
+class OfItsOwnForm(torch.optim.SGD):
+    """Its saved state has an entry more, as that of some Lookaheads has, or no groups."""
+
+    saves_groups = True
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+
+    def state_dict(self) -> dict[str, Any]:
+        saved = super().state_dict()
+        return {**saved, "slow": 1} if self.saves_groups else {"inner": saved}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({**state_dict.get("inner", state_dict)})
+
+
+def states_of_no_parameter(folder: Path) -> None:
+    """They were lost under another cut without a word, so that MADGRAD began again with its first rates."""
+    data, first, other = batches(4), [0, 2, 8], [0, 5, 8]
+    for zero, per_rank in ((0, False), (1, False), (0, True)):
+        where = str(folder / f"{zero}, {per_rank}")
+        make = functools.partial(Counting, per_rank=per_rank)
+        config = untested(zero)
+        saved, _, _ = start(mlp(), first, config, optimizer=lambda model, make=make: make(model.parameters()))
+        losses = train(saved, data[:2])
+        saved.save_checkpoint(where)
+        engine, _, _ = start(mlp(), other, config, optimizer=lambda model, make=make: make(model.parameters()))
+        with heard() as said:
+            engine.load_checkpoint(where)
+        is_told = any("Counting keeps state['by rank']" in line for line in said)
+        assert any(gather_objects(is_told)) == per_rank, said
+        losses += train(engine, data[2:3])
+        engine.recut(first)
+        expected = train_alone(mlp(), data, lambda model, make=make: make(model.parameters()))
+        same(losses + train(engine, data[3:]), expected)
+
+
+def states_of_a_form_of_their_own(folder: Path) -> None:
+    """What an optimizer adds to what torch saves was lost under another cut; groups that lack were 'damage'."""
+    for saves_groups, found in ((True, "slow"), (False, "inner")):
+        with patch.object(OfItsOwnForm, "saves_groups", saves_groups):
+            where = str(folder / found)
+            saved, _, _ = start(mlp(), [0, 2, 8], optimizer=lambda model: OfItsOwnForm(model.parameters()))
+            train(saved, batches(1))
+            saved.save_checkpoint(where)
+            saved.load_checkpoint(where)
+            other, _, _ = start(mlp(), [0, 5, 8], optimizer=lambda model: OfItsOwnForm(model.parameters()))
+            with raised(RuntimeError, f"has {found!r}", "under the cut and the ranks that wrote it"):
+                other.load_checkpoint(where)
+            other.load_checkpoint(where, load_optimizer_states=False)
+
+
+def rates_of_groups_that_ranks_leave_out(folder: Path) -> None:
+    """A schedule had the rates of the groups of the rank that had saved them, for other groups of this one."""
+    data = batches(4)
+
+    def by_layer(model: nn.Module) -> torch.optim.Optimizer:
+        members: dict[str, list[Any]] = {}
+        for name, weight in model.named_parameters():
+            members.setdefault(name.partition(".")[0], []).append(weight)
+        return torch.optim.SGD(
+            [{"params": each, "lr": 0.2 * 0.6 ** int(name)} for name, each in members.items()], momentum=0.9
+        )
+
+    def falling(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    def layer_by_layer(optimizer: torch.optim.Optimizer) -> Any:
+        """Rates by place: the groups of all ranks are to be in the order of the layers."""
+        places = range(len(optimizer.param_groups))
+        return torch.optim.lr_scheduler.LambdaLR(
+            optimizer, [lambda step, place=place: 1 / (1 + place * step) for place in places]
+        )
+
+    def by_engine(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(optimizer: torch.optim.Optimizer) -> Any:
+            return make(optimizer)
+
+        made.for_engine = True  # type: ignore[attr-defined]
+        return made
+
+    schedulers = {
+        "by rank": (falling, falling),
+        "by engine": (by_engine(falling), falling),
+        "by place": (by_engine(layer_by_layer), layer_by_layer),
+    }
+    for (name, (scheduler, of_one)), zero in itertools.product(schedulers.items(), (0, 1)):
+        expected = train_alone(mlp(), data, by_layer, make_scheduler=of_one)
+        for before, after in itertools.permutations(("0-1-0", "two stages", "two others"), 2):
+            where, losses = str(folder / f"{name} {zero} {before} {after}"), []
+            for layout in (before, after):
+                engine, _, _ = start(
+                    mlp(), LAYOUTS[layout].cut, untested(zero), optimizer=by_layer,
+                    lr_scheduler=scheduler, plan=plan_of(LAYOUTS[layout]),
+                )  # fmt: skip
+                if layout == after:
+                    engine.load_checkpoint(where)
+                losses += train(engine, data[:2] if layout == before else data[2:])
+                engine.save_checkpoint(where)
+            same(losses, expected)
+
+
 def an_optimizer_that_is_given_with_its_state(_: Path) -> None:
     """DeepSpeed's ZeRO left it behind with the parameters that it flattens, and began anew without a word."""
     data = batches(4)
@@ -422,7 +543,8 @@ CASES: dict[int, list[Callable[[Path], None]]] = {
         plans_for_the_ranks_that_are_left, no_plan_fits_after_a_warm_up,
         a_run_that_waits_for_its_plan_takes_the_cut_of_a_checkpoint, a_run_that_has_its_plan_keeps_it,
         planning_that_is_off, an_optimizer_that_is_given_with_its_state,
-        states_of_optimizers_that_a_script_keeps,
+        states_of_optimizers_that_a_script_keeps, states_of_no_parameter, states_of_a_form_of_their_own,
+        rates_of_groups_that_ranks_leave_out,
         what_copies_of_tied_modules_do_not_share, a_damaged_checkpoint_of_as_many_stages,
         what_one_rank_alone_cannot_read, a_checkpoint_that_does_not_say_where_states_lie,
         a_run_that_waits_for_its_plan_still_does_where_loading_fails, layers_that_are_sliced,

@@ -342,6 +342,11 @@ def test_groups_are_told_apart_where_ranks_have_made_other_ones():
     assert parameter_groups._places([infos("a", "b"), infos("b", "c")]) == [[0, 1], [1, 2]]
     assert parameter_groups._places([infos("a", "b"), infos("b", "a")]) == [[0, 1], [1, 0]]
     assert parameter_groups._places([infos("b"), infos("a", "b")]) == [[1], [0, 1]]
-    assert parameter_groups._places([infos("a"), infos("a", "c"), infos("b", "c")]) == [[1], [1, 2], [0, 2]]
+    assert parameter_groups._places([infos("a"), infos("a", "c"), infos("b", "c")]) == [[0], [0, 2], [1, 2]]
+    of_layers = [
+        [parameter_groups.GroupInfo((), str(layer), {}, True, layer) for layer in layers]
+        for layers in ((0, 1, 4, 5), (2, 3, 6))
+    ]
+    assert parameter_groups._places(of_layers) == [[0, 1, 4, 5], [2, 3, 6]]
     same = [{"params": [], "lr": 1.0}, {"params": [], "lr": 1.0}, {"params": [], "lr": 2.0}]
     assert len(set(parameter_groups._keys(same))) == 3

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from deepspeed_partition.engine.checkpoint import atomic_folders, saved_cut, saved_state
 from deepspeed_partition.engine.checkpoint.client_states import unlike_keys
+from deepspeed_partition.engine.checkpoint.loaded_schedule import ListsOfGroups
 from deepspeed_partition.engine.checkpoint.saved_cut import SavedCut
 from deepspeed_partition.engine.checkpoint.saved_state import SavedState
 from deepspeed_partition.engine.checkpoint.tied_modules import load_ties, save_ties
@@ -278,6 +279,7 @@ class ResumingEngine(MovingEngine):
             return super().load_checkpoint(*bound.args, **bound.kwargs)
         options, layout = bound.arguments, found.layout
         states: dict[str, ParameterState] | None = None
+        lists = ListsOfGroups(self.lr_scheduler)
         if layout is not None and self.optimizer is not None and _is_whole(options) and not self._fits(found):
             saved = SavedState(found.folder, layout, self._reader)
             states = self._agreed(saved)
@@ -301,6 +303,8 @@ class ResumingEngine(MovingEngine):
             _, client_state = loaded
             client_state.pop("optimizer", None)  # that of rank 0
             self._lay_in(states, saved)
+            if options["load_lr_scheduler_states"]:
+                lists.belong_to_groups(self.grid.get_pipe_parallel_group())
         if layout is not None and not options["load_module_only"] and isinstance(self.module, StagesModule):
             self.module.count_forwards_from(layout["num_forwards"])
         return loaded
@@ -402,7 +406,12 @@ class ResumingEngine(MovingEngine):
 
     def _agreed(self, saved: SavedState) -> dict[str, ParameterState]:
         """What this rank's optimizer needs, or the first rank's error on all of them."""
-        states = raised_together(lambda: saved.states_for(self.optimizer, self.module))
+
+        def read() -> dict[str, ParameterState]:
+            saved.of_no_parameter(type(self.basic_optimizer).__name__, self.grid.get_stage_id())
+            return saved.states_for(self.optimizer, self.module)
+
+        states = raised_together(read)
         announce(
             "the checkpoint has no state of an optimizer: the optimizer of this run begins without one"
             if saved.optimizer is None
@@ -418,6 +427,8 @@ class ResumingEngine(MovingEngine):
         pipe_group = self.grid.get_pipe_parallel_group()
         self._groups.take_settings(self._every_group, saved.settings_of, pipe_group)
         lay_states(states, optimizer, self.module)
+        kind = type(self.basic_optimizer).__name__
+        self.basic_optimizer.state.update(saved.of_no_parameter(kind, self.grid.get_stage_id()))
         if saved.optimizer == saved_state.kind_of(optimizer):
             wrapper = saved.of_the_wrapper()
             if hasattr(optimizer, "_load_global_state"):

@@ -8,6 +8,7 @@ of it. The numbers themselves are in DeepSpeed's files only.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ from deepspeed_partition.engine.repartition.optimizer_state import (
     Share,
     Trained,
     has_dimensions,
+    marks_of,
+    tell_what_differs,
     trained_by,
 )
 from deepspeed_partition.engine.repartition.parameter_groups import OF_PARAMETERS
@@ -46,6 +49,8 @@ KEYS = {
     "FP16_UnfusedOptimizer": ("fp32_groups", "optimizer_state_dict"),
 }
 """The entries of a wrapping optimizer's state with the master weights, and with the wrapped optimizer's state."""
+OF_TORCH = {"state", "param_groups"}
+"""The entries of the state that torch's optimizers save."""
 SHARED_AMONG_REPLICAS = ("DeepSpeedZeroOptimizer", "BF16_Optimizer")
 """Each replica trains, and saves, its own share."""
 
@@ -133,6 +138,8 @@ class Content:
     entries: list[dict[Key, Any]]
     settings: list[dict[str, Any]]
     """The settings of the group that each trained tensor belongs to."""
+    of_no_parameter: Mapping[Any, Any]
+    """What the optimizer keeps in its ``state`` under other keys than parameters."""
     of_the_wrapper: Mapping[str, Any]
 
 
@@ -201,6 +208,28 @@ class SavedState:
         """What DeepSpeed's wrapping optimizer saved beside the states, such as its loss scale."""
         return self._read(_plain(self.layout["files"][0]["file"])).of_the_wrapper if self.layout["files"] else {}
 
+    def of_no_parameter(self, kind: str, pipe_rank: int) -> dict[Any, Any]:
+        """What the optimizer kept in its ``state`` under other keys than parameters.
+
+        Where ranks had it otherwise, this one goes on with that of the same place in the pipeline, which is said.
+
+        Args:
+            kind: The class of the optimizer, to tell it by.
+            pipe_rank: The place of this rank.
+
+        Raises:
+            PlanFormatError: a file is missing or damaged.
+            RuntimeError: a state has a form of its own.
+        """
+        by_rank: dict[int, Mapping[Any, Any]] = {}
+        for file in self.layout["files"]:
+            by_rank.setdefault(file["pipe_rank"], self._read(_plain(file["file"])).of_no_parameter)
+        if not by_rank:
+            return {}
+        tell_what_differs(kind, list(map(marks_of, by_rank.values())))
+        own = by_rank.get(pipe_rank, by_rank[max(by_rank)])
+        return {key: copy.deepcopy(value) for key, value in own.items()}
+
     def _state(self, share: Share, parameter: nn.Parameter, is_flat: bool) -> ParameterState:
         """The elements of ``share``, or the whole of it where the optimizer trains no flat tensors."""
         pieces = sorted(self._pieces[share.name], key=lambda piece: piece.share.first)
@@ -264,11 +293,15 @@ class SavedState:
             try:
                 saved = self._reader.load(path, map_location="cpu", mmap=True)
                 self._contents[file] = _content(saved, self.optimizer)
-            except PlanFormatError:
+            except (PlanFormatError, _OwnFormError):
                 raise
             except Exception as error:  # whatever comes of a file that is not what its name says
                 raise unreadable(path, error) from None
         return self._contents[file]
+
+
+class _OwnFormError(RuntimeError):
+    """An optimizer saved something else than torch's do."""
 
 
 class _NotPlainError(ValueError):
@@ -306,6 +339,13 @@ def _content(saved: Mapping[str, Any], optimizer: str | None) -> Content:
     wrapper = saved["optimizer_state_dict" if optimizer in SHARED_AMONG_REPLICAS else "optimizer"]
     masters_key, base_key = KEYS.get(optimizer or "", (None, None))
     base = wrapper if base_key is None else wrapper[base_key]
+    odd = base.keys() - OF_TORCH if base.keys() >= OF_TORCH else base.keys()
+    if odd:
+        raise _OwnFormError(
+            f"the state of the optimizer in the checkpoint has {min(odd, key=str)!r} beside what torch's "
+            "optimizers save ('state', 'param_groups'), which nothing tells apart by parameters: the checkpoint loads only "
+            "under the cut and the ranks that wrote it, or with load_optimizer_states=False"
+        )
     groups = base["param_groups"]
     entries = [dict(base["state"].get(index, {})) for group in groups for index in group["params"]]
     if masters_key is not None:
@@ -316,7 +356,9 @@ def _content(saved: Mapping[str, Any], optimizer: str | None) -> Content:
         for group in groups
         for _ in group["params"]
     ]
-    return Content(entries, settings, {} if base_key is None else wrapper)
+    places = {index for group in groups for index in group["params"]}
+    of_none = {key: value for key, value in base["state"].items() if key not in places}
+    return Content(entries, settings, of_none, {} if base_key is None else wrapper)
 
 
 def _flattened(masters: Any) -> Iterator[torch.Tensor]:

@@ -192,7 +192,8 @@ class MovingEngine(AnyPlanEngine):
         """
         if not self._is_destroyed:
             self._is_destroyed = True
-            super().destroy()
+            with _parameters_alone(getattr(self, "basic_optimizer", None)):
+                super().destroy()
 
     def retire(self) -> None:
         """Train no more, and let the parameters be trained otherwise: what is kept can still be saved."""
@@ -467,6 +468,17 @@ def _released(frozen: list[nn.Parameter]) -> Iterator[None]:
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
+
+
+@contextmanager
+def _parameters_alone(optimizer: Any) -> Iterator[None]:
+    """Leave out what an optimizer has in ``state`` for no parameter: DeepSpeed 0.19 takes all there for dicts."""
+    state = optimizer.state if isinstance(optimizer, torch.optim.Optimizer) else {}
+    of_none = {key: state.pop(key) for key in list(state) if not torch.is_tensor(key)}
+    try:
+        yield
+    finally:
+        state.update(of_none)
 
 
 def _one_object(old: Any, new: Any) -> Any:

@@ -132,7 +132,8 @@ class TrainingState:
             mine.update(_describe(trained, entries))
             message = message or _why_inseparable(trained, entries)
         gathered = gather_objects((mine, message), grid.get_pipe_parallel_group())
-        self._tell_what_differs(type(_base(optimizer)).__name__, grid.get_pipe_parallel_group())
+        of_ranks = gather_objects(marks_of(self._of_no_parameter), grid.get_pipe_parallel_group())
+        tell_what_differs(type(_base(optimizer)).__name__, of_ranks)
         self._infos = [infos for infos, _ in gathered]
         messages = [message for _, message in gathered]
         if type(optimizer) in FLAT:
@@ -144,15 +145,6 @@ class TrainingState:
         """Parameters in ``module`` that are frozen, and that the optimizer of some rank had before the move."""
         known = {name for infos in self._infos for name in infos}
         return [each for each, name in parameter_names(module).items() if name in known and not each.requires_grad]
-
-    def _tell_what_differs(self, kind: str, ranks: Any) -> None:
-        """Say which entries that are of no parameter are other ones on other ranks. Collective over ``ranks``."""
-        mine = {repr(key): _mark_of(value) for key, value in self._of_no_parameter.items()}
-        of_ranks = gather_objects(mine, ranks)
-        for key in dict.fromkeys(key for marks in of_ranks for key in marks):
-            marks = [of_rank.get(key) for of_rank in of_ranks]
-            if None in marks or len(set(marks)) > 1:
-                warn_once(f"state of no parameter/{key}", OF_NO_PARAMETER.format(kind=kind, key=key))
 
     # Out of the optimizer
 
@@ -216,6 +208,24 @@ class TrainingState:
         lay_states(self._states, optimizer, module)
         _base(optimizer).state.update(self._of_no_parameter)
         vars(optimizer).update(self._loss_scale)
+
+
+def marks_of(of_no_parameter: Mapping[Any, Any]) -> dict[str, bytes | None]:
+    """What tells the entries of an optimizer's state that are of no parameter from those of another rank."""
+    return {repr(key): _mark_of(value) for key, value in of_no_parameter.items()}
+
+
+def tell_what_differs(kind: str, of_ranks: Sequence[Mapping[str, bytes | None]]) -> None:
+    """Say which entries that are of no parameter are other ones on other ranks.
+
+    Args:
+        kind: The class of the optimizer.
+        of_ranks: :func:`marks_of` what each rank has.
+    """
+    for key in dict.fromkeys(key for marks in of_ranks for key in marks):
+        marks = [of_rank.get(key) for of_rank in of_ranks]
+        if None in marks or len(set(marks)) > 1:
+            warn_once(f"state of no parameter/{key}", OF_NO_PARAMETER.format(kind=kind, key=key))
 
 
 def _mark_of(value: Any) -> bytes | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 
+from deepspeed_partition.engine.pipeline.parts import all_that_moves
 from deepspeed_partition.engine.pipeline.tied_copies import parameter_names
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 
@@ -33,6 +36,8 @@ class GroupInfo:
     """Learning rate, weight decay and the rest."""
     live: bool
     """Whether the optimizer uses it. DeepSpeed drops groups without parameters."""
+    first: float = math.inf
+    """The place in the pipeline of the first layer that the group has a parameter of on that rank."""
 
 
 class ParameterGroups:
@@ -79,9 +84,10 @@ class ParameterGroups:
             # Not made anew: the settings of a group that DeepSpeed dropped are old ones.
             self._keys = [*self._keys, *(f"{key}, added" for key in _keys(self.groups)[len(self._keys) :])]
         in_use = optimizer.in_use
+        firsts = self._first_layers()
         mine = [
-            GroupInfo(names, key, _settings(group), id(group) in in_use)
-            for group, names, key in zip(self.groups, self._names, self._keys, strict=True)
+            GroupInfo(names, key, _settings(group), id(group) in in_use, first)
+            for group, names, key, first in zip(self.groups, self._names, self._keys, firsts, strict=True)
         ]
         by_stage = gather_objects(mine, pipe_group)
         places = _places(by_stage)
@@ -100,6 +106,17 @@ class ParameterGroups:
             self.groups.append(group)
             self._names.append(tuple(name for info in infos for name in info.names))
             self._keys.append(infos[0].key)
+
+    def _first_layers(self) -> list[float]:
+        """The place of the first layer that each group has a parameter of; infinite without one."""
+        places = {f"{part.name}.": part.layers[0] for part in all_that_moves(self._module)}
+        return [
+            min(
+                (place for part, place in places.items() if any(name.startswith(part) for name in names)),
+                default=math.inf,
+            )
+            for names in self._names
+        ]
 
     def take_settings(
         self,
@@ -247,11 +264,14 @@ def _places(by_stage: list[list[GroupInfo]]) -> list[list[int]]:
     """
     if len({tuple(info.key for info in infos) for infos in by_stage}) == 1:
         return [list(range(len(infos))) for infos in by_stage]
+    first: dict[str, float] = {}
+    for info in itertools.chain(*by_stage):
+        first[info.key] = min(info.first, first.get(info.key, math.inf))
+    left = [[info.key for info in infos] for infos in by_stage]
     known: list[str] = []
-    for infos in by_stage:
-        place = 0
-        for info in infos:  # new ones come where this stage has them, for schedulers go by the order
-            if info.key not in known:
-                known.insert(place, info.key)
-            place = known.index(info.key) + 1
+    while any(left):  # schedules go by the order: that of each stage, and of the layers
+        heads = list(dict.fromkeys(keys[0] for keys in left if keys))
+        free = [key for key in heads if not any(key in keys[1:] for keys in left)]
+        known.append(min(free or heads, key=first.__getitem__))
+        left = [[key for key in keys if key != known[-1]] for keys in left]
     return [[known.index(info.key) for info in infos] for infos in by_stage]
