@@ -62,8 +62,8 @@ class ListsOfGroups:
                         warn_once(
                             "base_lrs",
                             f"the {type(part).__name__} of the checkpoint has base_lrs {loaded}, which are not "
-                            "the initial rates of its groups, and ranks had other groups there: it goes on from the "
-                            f"groups' initial rates, {initial}",
+                            "the initial rates of its groups, and ranks had other groups there: it goes on from "
+                            f"the groups' initial rates, {initial}",
                         )
                     setattr(part, name, initial)
                 elif not is_of_all:

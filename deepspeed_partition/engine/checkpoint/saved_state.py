@@ -343,8 +343,8 @@ def _content(saved: Mapping[str, Any], optimizer: str | None) -> Content:
     if odd:
         raise _OwnFormError(
             f"the state of the optimizer in the checkpoint has {min(odd, key=str)!r} beside what torch's "
-            "optimizers save ('state', 'param_groups'), which nothing tells apart by parameters: the checkpoint loads only "
-            "under the cut and the ranks that wrote it, or with load_optimizer_states=False"
+            "optimizers save ('state', 'param_groups'), which nothing tells apart by parameters: the checkpoint "
+            "loads only under the cut and the ranks that wrote it, or with load_optimizer_states=False"
         )
     groups = base["param_groups"]
     entries = [dict(base["state"].get(index, {})) for group in groups for index in group["params"]]
