@@ -318,10 +318,10 @@ class _Cells(MutableMapping[str, Any]):
         del self.cells[name].cell_contents
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.cells)
+        return (name for name in self.cells if name in self)
 
     def __len__(self) -> int:
-        return len(self.cells)
+        return sum(1 for _ in self)
 
 
 class Defaults(MutableMapping[str, Any]):

@@ -109,3 +109,16 @@ def test_attributes_of_functions_and_dicts_that_are_called_are_put_back() -> Non
         layer(1), counts(1)
         assert counted.n == layer_counts.n == counts["n"] == 1
     assert counted.n == layer_counts.n == 0 and counts == {}
+
+
+def test_a_variable_that_is_bound_later_is_none_yet():
+    """A loss function in main() that uses the engine, which is made after it, ended deepspeed.initialize()."""
+
+    def loss_fn(x: Any) -> Any:
+        return x * scale * factor
+
+    scale, search = 2.0, CodeSearch(lambda _: True)
+    search.read(loss_fn, None)
+    assert {name.key for name in search.found.values()} == {"scale"}
+    factor = 3.0
+    assert loss_fn(1.0) == 6.0
