@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.planner.schemes.scheme import fslpp_even
 from deepspeed_partition.planner.schemes.scheme_simulator import SchemeStage, simulate
 from tests.engine import plans
-from tests.engine.pipelines import mlp, tied, train_alone
+from tests.engine.pipelines import loss_fn, mlp, tied, train_alone
 from tests.engine.running import NUM_MICRO_BATCHES, adam, batches, mine, raised, same, start, train
 
 SHARED_OUT = {"pipeline": {"madpipe": {"shard_weights": True}}}
@@ -146,6 +147,48 @@ def _has_its_own_alone(engine: Any) -> None:
     assert all(weight.isnan().all() for weight in foreign)
 
 
+def a_batch_that_is_given_up(_: Path) -> None:
+    """An error in a layer left all ranks waiting for weights and gradients that nobody took any more."""
+    data = batches()
+    expected = train_alone(mlp(), data[1:], adam)
+
+    def fails(*_: torch.Tensor) -> None:
+        raise ValueError("the layer has failed")
+
+    for devices, in_forward in itertools.product(((0, 1, 0, 1), (0, 0, 0, 0)), (True, False)):
+        calls = itertools.count()
+
+        begun: list[Any] = []
+
+        def failing(
+            x: torch.Tensor, calls: Any = calls, begun: Any = begun, in_forward: bool = in_forward
+        ) -> torch.Tensor:
+            is_first = next(calls) == 0 and begun[0].grid.data_parallel_id == 0
+            if is_first and in_forward:
+                fails()
+            y = x * 2.0
+            if is_first:
+                y.register_hook(fails)
+            return y
+
+        engine = begin([mlp()[0], failing, *mlp()[2:]], devices)
+        begun.append(engine)
+        with raised(ValueError, "the layer has failed"):
+            train(engine, data[:1])
+        same(train(engine, data[1:]), expected)
+
+
+class Learned(torch.nn.Module):
+    """A loss with a temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return loss_fn(outputs * self.scale, labels)
+
+
 def where_weights_are_not_shared_out(_: Path) -> None:
     """Each refusal says what to do."""
     for specs, devices, config, words in (
@@ -155,6 +198,11 @@ def where_weights_are_not_shared_out(_: Path) -> None:
     ):
         with raised(ValueError, "shard_weights: ", words):
             begin(specs, devices, **config)
+    with raised(ValueError, "shard_weights: the loss function has weights, which belong to no stage"):
+        start(mlp(), None, SHARED_OUT, num_stages=2, plan=plan_for((0, 1, 0, 1), CUTS), loss_fn=Learned())
 
 
-CASES = [weights_that_are_shared_out, checkpoints_of_what_is_shared_out, where_weights_are_not_shared_out]
+CASES = [
+    weights_that_are_shared_out, checkpoints_of_what_is_shared_out, a_batch_that_is_given_up,
+    where_weights_are_not_shared_out,
+]  # fmt: skip

@@ -133,6 +133,8 @@ class Batch:
                 if instruction.kind == "F":
                     self._note_output(instruction)
                 return
+        elif self._engine.sharded is not None:
+            self._engine.sharded.do_without(instruction)
         self._do_without(instruction)
 
     def agree(self, told: int = 0) -> int:

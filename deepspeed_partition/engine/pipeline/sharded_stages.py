@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from deepspeed_partition.engine.pipeline.parts import loss_part_of
 from deepspeed_partition.engine.runtime.collectives import broadcast_object
 from deepspeed_partition.engine.runtime.worker_thread import Helper
 from deepspeed_partition.schedule.instructions import Compute, Instruction
@@ -198,6 +199,9 @@ class ShardedStages:
         jobs = [each for each in instructions if isinstance(each, Compute)]
         for flat in self._foreign():
             flat.show()
+        for flats in self.flats.values():
+            for flat in flats:
+                flat.received = None  # of a batch that was given up
         self._to_fetch = [job.stage for job in jobs if not self.is_here[job.stage]]
         self._next = 0
         for place, rank in enumerate(self.ranks):
@@ -247,24 +251,40 @@ class ShardedStages:
         """Return what runs an instruction with the weights that it needs."""
 
         def run_with_weights(instruction: Instruction) -> None:
-            if not isinstance(instruction, Compute) or self.is_here[instruction.stage]:
+            if not isinstance(instruction, Compute):
                 run(instruction)
                 return
-            flats = self.flats[instruction.stage]
-            arrived, self._incoming = self._incoming, []
-            for flat, (incoming, work) in zip(flats, arrived, strict=True):
-                work.wait()
-                flat.fill(incoming)
-            del arrived, incoming
-            self._fetch()
-            run(instruction)
-            if instruction.kind in GIVES_GRADIENTS:
-                self._send_gradients(instruction.stage)
+            with self._weights_for(instruction):
+                run(instruction)
+
+        return run_with_weights
+
+    def do_without(self, compute: Compute) -> None:
+        """Take and send what the others send and wait for, where nothing is computed any more."""
+        with self._weights_for(compute):
+            pass
+
+    @contextmanager
+    def _weights_for(self, compute: Compute) -> Iterator[None]:
+        """The weights of a stage are here meanwhile; afterwards its gradients leave, also where it has failed."""
+        if self.is_here[compute.stage]:
+            yield
+            return
+        flats = self.flats[compute.stage]
+        arrived, self._incoming = self._incoming, []
+        for flat, (incoming, work) in zip(flats, arrived, strict=True):
+            work.wait()
+            flat.fill(incoming)
+        del arrived, incoming
+        self._fetch()
+        try:
+            yield
+        finally:
+            if compute.kind in GIVES_GRADIENTS:
+                self._send_gradients(compute.stage)
             for flat in flats:
                 flat.drop()
             self.traffic.fetched -= 1
-
-        return run_with_weights
 
     def _send_gradients(self, stage: int) -> None:
         for _, work in self._leaving:
@@ -386,6 +406,9 @@ def why_not(engine: Any) -> str | None:
         return "it runs on CPUs over gloo alone: leave the option out on a GPU"
     if module.tied_comms or module.tied_modules:
         return "layers that are tied would have owners of their own: leave the option out for this model"
+    loss = loss_part_of(module)
+    if loss is not None and any(weight.requires_grad for weight in module.loss_fn.parameters()):
+        return "the loss function has weights, which belong to no stage: leave the option out for this model"
     seen: dict[int, int] = {}
     for stage in module.own_stages:
         for weight in weights_of(module, stage):
