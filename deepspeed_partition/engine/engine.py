@@ -50,6 +50,7 @@ from deepspeed_partition.engine.pipeline.old_weights import (
 )
 from deepspeed_partition.engine.pipeline.optimizers_in_parts import (
     StepOfUser,
+    listed_groups,
     refuse_ranks_without_parameters,
     refuse_weights_of_nobody,
     refuse_what_needs_all,
@@ -172,6 +173,8 @@ class MadPipeEngine(ResumingEngine):
     """Training without a drain between batches, once it has begun on the present cut."""
     _goes_on = False
     """Whether the step that runs is one of a pipeline that never drains."""
+    _has_linked_states = False
+    """Whether DeepSpeed's functions find the optimizer's states by parameters."""
     _mode_for_benchmarks: str | None = None
     _tells_reads = False
     """Whether the optimizer says where its state is read while the pipeline goes on."""
@@ -187,14 +190,14 @@ class MadPipeEngine(ResumingEngine):
         self.written_by_forwards: set[WrittenName] = set()
         """The weights that forwards of any rank were seen to write, once layers have been measured."""
         self._peak: PlannedPeak | None = None
-        of_fp16 = fp16_without_zero(kwargs["config_class"], kwargs.get("optimizer"))
+        of_fp16 = fp16_without_zero(kwargs["config_class"], kwargs.get("optimizer"), kwargs["model"].num_stages)
         if of_fp16 and getattr(kwargs["model"], "madpipe_cut", None) is not None:
             raise ValueError(of_fp16)  # before DeepSpeed speaks of the type, on devices that have none of it
         of_types = why_types_are_not_carried(kwargs["model"], kwargs["config_class"], kwargs.get("optimizer"))
         if of_types and getattr(kwargs["model"], "madpipe_cut", None) is not None:
             raise ValueError(of_types)
         if kwargs.get("model_parameters") is not None:
-            given = kwargs["model_parameters"] = list(kwargs["model_parameters"])
+            given = kwargs["model_parameters"] = listed_groups(kwargs["model_parameters"])
             optimizer = kwargs.get("optimizer")
             refuse_ranks_without_parameters(kwargs["model"], given, optimizer, kwargs["config_class"])
         weights = weights_given(kwargs.get("optimizer"), kwargs.get("model_parameters") or ())
@@ -869,7 +872,9 @@ class MadPipeEngine(ResumingEngine):
         with self._step_of_user.over_all_ranks() if self.watches_optimizer else nullcontext():
             super()._exec_optimizer_step(lr_kwargs)
         self._planned_peak.ended(OPTIMIZER)
-        if self.owns_cut and self.global_steps == 1:
+        # After a step that is skipped, as fp16's first ones often are, there are no states to link.
+        if self.owns_cut and not self._has_linked_states and not getattr(self.optimizer, "overflow", False):
+            self._has_linked_states = True
             link_states_of_all_groups(self.optimizer)
 
     # DeepSpeed calls instructions through this map, which does not see overriding methods.

@@ -98,14 +98,23 @@ def warn_of_clipping(version: str, parts: Any) -> None:
         announce(TO_CLIP_ALIKE.format(version=version, parts=[int(cut) for cut in parts]), logging.WARNING)
 
 
-def fp16_without_zero(config: Any, optimizer: Any) -> str:
-    """Why a configuration with fp16 and without ZeRO does not train; empty for any other one, and to evaluate.
+def fp16_without_zero(config: Any, optimizer: Any, num_stages: int) -> str:
+    """Why fp16, or autocast in it, does not train without ZeRO; empty for other configurations, and to evaluate.
 
     Args:
         optimizer: that an engine is given; None: the configuration may name one.
+        num_stages: of the pipeline.
     """
     trains = optimizer is not None or config.optimizer_name is not None
-    if not trains or not config.float16_config.enabled or config.zero_enabled:
+    if not trains or config.zero_enabled:
+        return ""
+    has_autocast = getattr(config, "torch_autocast_enabled", False)
+    if has_autocast and config.torch_autocast_dtype == torch.float16 and num_stages > 1:
+        return (
+            "torch_autocast with float16 and without ZeRO does not train as it should in a pipeline: each rank "
+            "has a loss scale of its own, and skips a step by its own gradients; use bfloat16, or ZeRO stage 1"
+        )
+    if not config.float16_config.enabled:
         return ""
     return (
         f"fp16 without ZeRO does not train as it should: DeepSpeed {deepspeed.__version__} divides the gradients "

@@ -433,6 +433,72 @@ def installed_plans(_: Path) -> None:
         OwnEngine(args=None, model=engine.module)
 
 
+def groups_given_as_generators(_: Path) -> None:
+    """A count of the parameters used generators up, so that nothing was trained, without a word."""
+    data = batches(3)
+    expected = train_alone(mlp(), data, adam)
+    for given in (
+        lambda module: [{"params": module.parameters()}],
+        lambda module: ({"params": each} for each in [(weight for weight in module.parameters())]),
+        lambda module: module.named_parameters(),
+        lambda module: [{"params": weight} for weight in module.parameters()],
+    ):
+        module = PipelineModule(
+            mlp(), num_stages=2, loss_fn=loss_fn, partition_method=[0, 3, 8], seed_layers=True,
+            base_seed=pipelines.BASE_SEED,
+        )  # fmt: skip
+        engine, *_ = initialize(
+            model=module, model_parameters=given(module), config=configuration(optimizer=copy.deepcopy(ADAM))
+        )
+        same(train(engine, data), expected)
+
+
+def micro_batches_of_three_members(_: Path) -> None:
+    """DeepSpeed reads the first two; a plan with both ends on one rank ended with "too many values to unpack"."""
+    data = batches(2)
+    plan = looped((0, 1, 0), [0, 3, 6, 8])
+    engine, _, _ = start(mlp(), plan, optimizer=adam)
+    numbered = [[(*each, torch.tensor(number)) for number, each in enumerate(batch)] for batch in data]
+    same(train(engine, numbered), train_alone(mlp(), data, adam))
+
+
+def loaders_of_ranks_that_read_nothing(_: Path) -> None:
+    """A rank between the ends was asked for an iterator of None, and drew the seed of a loader's."""
+    data = batches(1)
+    for gives_all in (False, True):
+        engine, _, _ = start(mlp(), contiguous(), optimizer=adam)
+        loader = torch.utils.data.DataLoader(data[0], batch_size=None, shuffle=False)
+        reads = engine.is_first_stage() or engine.is_last_stage()
+        torch.manual_seed(3)
+        before = torch.get_rng_state()
+        engine.set_dataloader(loader if reads or gives_all else None)
+        assert reads or torch.equal(before, torch.get_rng_state())
+        same([float(engine.train_batch())], train_alone(mlp(), data, adam))
+    engine.recut([0, 2, 4, 8])
+    with raised(StopIteration, "the data iterator ended"):
+        engine.train_batch()
+
+
+def autocast_and_layers_that_run_again(_: Path) -> None:
+    """A backward is outside of autocast, in which layers ran again in another type."""
+    data = batches(2)
+    config = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    losses = []
+    for some_recomputed in (None, 1):
+        orders = plans.depth_first((0, 1), NUM_MICRO_BATCHES, 2)
+        if some_recomputed:
+            orders = plans.some_recomputed(orders, some_recomputed)
+        for recomputed in ({}, {0: True, 1: True}) if some_recomputed is None else ({},):
+            plan = plans.plan_of(
+                plans.chain_of(8), plans.platform_of(2), [0, 3, 8], (0, 1), orders=orders, recomputed=recomputed
+            )
+            engine, _, _ = start(mlp(), plan, config, optimizer=adam)
+            losses.append(train(engine, data))
+    assert losses[1:] == losses[:1] * 2, losses
+    same(losses[0], train_alone(mlp(), data, adam), digits=1e-1)
+    assert losses[0] != train_alone(mlp(), data, adam), "nothing was computed in bfloat16"
+
+
 OF_MAPS = [
     moves_between_any_maps, training_after_moves_equals_one_process, planned_onto_several_stages,
     one_iterator_for_a_run_whose_ends_move, one_iterator_for_a_run_that_is_measured, two_iterators_in_turn,
@@ -443,8 +509,9 @@ CASES = {
         initialized_again,
         timers_and_profiler_of_deepspeed, installed_plans, layers_that_share_a_buffer,
         a_refused_cut_changes_nothing, an_optimizer_without_parameters_of_a_rank,
-        a_layer_that_was_changed_after_it_was_built,
+        a_layer_that_was_changed_after_it_was_built, groups_given_as_generators, micro_batches_of_three_members,
+        autocast_and_layers_that_run_again,
     ],
-    3: OF_MAPS,
+    3: [*OF_MAPS, loaders_of_ranks_that_read_nothing],
     4: [two_pipelines_of_any_map, layers_that_are_sliced],
 }  # fmt: skip

@@ -506,6 +506,29 @@ def rates_of_groups_that_ranks_leave_out(folder: Path) -> None:
             same(losses, expected)
 
 
+def groups_that_a_script_has_added(folder: Path) -> None:
+    """A checkpoint under another cut ended in a zip() of two lists, behind the weights."""
+    data, where, losses = batches(4), str(folder / "added"), []
+
+    def weights_alone(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([each for each in model.parameters() if each.ndim > 1], lr=5e-2, momentum=0.9)
+
+    def both(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = weights_alone(model)
+        optimizer.add_param_group({"params": [each for each in model.parameters() if each.ndim == 1], "lr": 0.3})
+        return optimizer
+
+    for cut, batch, rate in (([0, 2, 8], data[:2], 0.3), ([0, 5, 8], data[2:], 7.0)):
+        engine, optimizer, _ = start(mlp(), cut, optimizer=weights_alone)
+        added = [weight for weight in engine.module.parameters() if weight.ndim == 1]
+        optimizer.add_param_group({"params": added, "lr": rate})
+        if losses:
+            engine.load_checkpoint(where)
+        losses += train(engine, batch)
+        engine.save_checkpoint(where)
+    same(losses, train_alone(mlp(), data, both))
+
+
 def an_optimizer_that_is_given_with_its_state(_: Path) -> None:
     """DeepSpeed's ZeRO left it behind with the parameters that it flattens, and began anew without a word."""
     data = batches(4)
@@ -544,7 +567,7 @@ CASES: dict[int, list[Callable[[Path], None]]] = {
         a_run_that_waits_for_its_plan_takes_the_cut_of_a_checkpoint, a_run_that_has_its_plan_keeps_it,
         planning_that_is_off, an_optimizer_that_is_given_with_its_state,
         states_of_optimizers_that_a_script_keeps, states_of_no_parameter, states_of_a_form_of_their_own,
-        rates_of_groups_that_ranks_leave_out,
+        rates_of_groups_that_ranks_leave_out, groups_that_a_script_has_added,
         what_copies_of_tied_modules_do_not_share, a_damaged_checkpoint_of_as_many_stages,
         what_one_rank_alone_cannot_read, a_checkpoint_that_does_not_say_where_states_lie,
         a_run_that_waits_for_its_plan_still_does_where_loading_fails, layers_that_are_sliced,

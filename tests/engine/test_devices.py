@@ -251,7 +251,13 @@ def test_fp16_without_zero_is_refused_where_something_trains(optimizer, name, ze
     """An evaluation needs no optimizer, and had been refused."""
     enabled = SimpleNamespace(enabled=True)
     config = SimpleNamespace(float16_config=enabled, zero_enabled=zero, optimizer_name=name)
-    assert bool(repairs.fp16_without_zero(config, optimizer)) == is_refused
+    assert bool(repairs.fp16_without_zero(config, optimizer, 2)) == is_refused
+    autocast = SimpleNamespace(
+        float16_config=SimpleNamespace(enabled=False), zero_enabled=zero, optimizer_name=name,
+        torch_autocast_enabled=True, torch_autocast_dtype=torch.float16,
+    )  # fmt: skip
+    assert bool(repairs.fp16_without_zero(autocast, optimizer, 2)) == is_refused
+    assert not repairs.fp16_without_zero(autocast, optimizer, 1)
 
 
 # Streams

@@ -183,6 +183,10 @@ def fp16_with_its_loss_scale(_: Path) -> None:
             assert engine.skipped_steps == stays.skipped_steps
             assert engine.skipped_steps > 0
             assert engine.optimizer.loss_scale == stays.optimizer.loss_scale and len(set(scales)) == 2, scales
+            # The first step was skipped, when there was nothing to find.
+            assert all(
+                safe_get_full_optimizer_state(each, "exp_avg") is not None for each in stays.module.parameters()
+            )
     finally:
         accelerator.is_fp16_supported = supported
 

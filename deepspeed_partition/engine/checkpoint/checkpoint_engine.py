@@ -411,6 +411,8 @@ class ResumingEngine(MovingEngine):
             saved.of_no_parameter(type(self.basic_optimizer).__name__, self.grid.get_stage_id())
             return saved.states_for(self.optimizer, self.module)
 
+        if self._groups is not None and self._every_group is not None:
+            self._groups.gather_added(self._every_group, self.grid.get_pipe_parallel_group())
         states = raised_together(read)
         announce(
             "the checkpoint has no state of an optimizer: the optimizer of this run begins without one"

@@ -104,6 +104,26 @@ def source_of(iterator: Any) -> Any:
     return iterator.source if isinstance(iterator, GivenAgain) else iterator
 
 
+class BegunWhenRead:
+    """The iterator of a loader, begun when it is first read: that draws random numbers, and may start processes.
+
+    Args:
+        loader: Any iterable.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._loader = loader
+        self._iterator: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._iterator is None:
+            self._iterator = iter(self._loader)
+        return next(self._iterator)
+
+
 MOST_ITERATORS = 4
 """Iterators of a program that trains on several in turn, of which it is known where a rank stands in them."""
 
@@ -256,8 +276,7 @@ class BatchData:
 
     def drop_inputs(self, number: int) -> None:
         """Keep the labels of a micro-batch alone."""
-        _, labels = self.kept[number]
-        self.kept[number] = None, labels
+        self.kept[number] = None, self.kept[number][1]
 
     def count_unread(self, num_micro_batches: int) -> None:
         """Count a batch of which this rank reads ``num_micro_batches`` too few."""

@@ -50,6 +50,15 @@ NUM_WATCHED = 3
 """Steps of a schedule that are watched."""
 
 
+def listed_groups(given: Iterable[Any]) -> list[Any]:
+    """``model_parameters`` whose generators are lists, as torch makes them: they are looked at before it does."""
+    listed = list(given)
+    for each in listed:
+        if isinstance(each, dict) and not isinstance(each["params"], torch.Tensor):
+            each["params"] = list(each["params"])
+    return listed
+
+
 def refuse_ranks_without_parameters(module: Any, given: Sequence[Any], optimizer: Any, config: Any) -> None:
     """Refuse ``model_parameters`` that have none of a rank, on which an optimizer could not start. Collective.
 
@@ -63,8 +72,7 @@ def refuse_ranks_without_parameters(module: Any, given: Sequence[Any], optimizer
         ValueError: there is such a rank, and another one has some; on every rank.
     """
     is_made = callable(optimizer) or (optimizer is None and config.optimizer_name is not None)
-    groups = [each["params"] if isinstance(each, dict) else [each] for each in given]
-    number = sum(len(list(group)) for group in groups)
+    number = len(weights_given(None, given))
     ranks = module._grid.get_pipe_parallel_group()
     trains = any(weight.requires_grad for weight in module.parameters())  # else the cut is refused, in other words
     mine = number, trains, module._local_start, module._local_stop
@@ -82,7 +90,10 @@ def refuse_ranks_without_parameters(module: Any, given: Sequence[Any], optimizer
 def weights_given(optimizer: Any, model_parameters: Sequence[Any]) -> list[torch.nn.Parameter]:
     """The weights that a script gives to be trained on this rank, by its optimizer or as ``model_parameters``."""
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else model_parameters
-    return [weight for each in groups for weight in (each["params"] if isinstance(each, dict) else [each])]
+    members = [each["params"] if isinstance(each, dict) else each for each in groups]
+    given = [each for group in members for each in (group if isinstance(group, list) else [group])]
+    # Pairs with names, as of named_parameters().
+    return [each[1] if isinstance(each, tuple) else each for each in given]
 
 
 def refuse_weights_of_nobody(engine: Any, weights: Sequence[torch.nn.Parameter]) -> None:

@@ -28,7 +28,7 @@ from deepspeed_partition.engine.pipeline.around_stages import AroundStages
 from deepspeed_partition.engine.pipeline.asked_ranks import ranks_told
 from deepspeed_partition.engine.pipeline.batch_attempt import Batch
 from deepspeed_partition.engine.pipeline.batch_programs import program_of
-from deepspeed_partition.engine.pipeline.batch_state import BatchData, BatchState
+from deepspeed_partition.engine.pipeline.batch_state import BatchData, BatchState, BegunWhenRead
 from deepspeed_partition.engine.pipeline.beside_layers import name_of
 from deepspeed_partition.engine.pipeline.boundary_engine import AnyBoundaryEngine
 from deepspeed_partition.engine.pipeline.data_draws import DataDraws
@@ -294,7 +294,9 @@ class AnyPlanEngine(AnyBoundaryEngine):
 
     def set_dataloader(self, loader: Any) -> None:
         if self.runs_lists:
-            self.training_dataloader, self.data_iterator = loader, iter(loader)
+            reads = self.is_first_stage() or self.is_last_stage()
+            begin = iter if reads else BegunWhenRead
+            self.training_dataloader, self.data_iterator = loader, None if loader is None else begin(loader)
         else:
             super().set_dataloader(loader)
 

@@ -17,11 +17,13 @@ import deepspeed.pipe
 import deepspeed.runtime.pipe.module
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.utils import set_random_seed
 from torch import nn
 
+from deepspeed_partition.capture.captured import autocast_on, same_autocast
 from deepspeed_partition.engine.pipeline.asked_ranks import ranks_told_in_build
 from deepspeed_partition.engine.pipeline.beside_layers import (
     HAND_IT_ON,
@@ -435,6 +437,7 @@ class StagesModule(deepspeed.pipe.PipelineModule):
             if torch.is_grad_enabled() and (layers := _layers_of(run)) is not None:
                 first, last = (self._local_start + place for place in layers)
                 run = self._watched_at_first(run, first, min(last, self._local_stop))
+            run = _in_same_autocast(run)
             return chosen(run if within is None else _again_within(run, within, micro_batch), *inputs)
 
         self.activation_checkpoint_func = either
@@ -518,7 +521,8 @@ class StagesModule(deepspeed.pipe.PipelineModule):
                         passed = cut.cut_behind_first(passed)
             return passed
 
-        return run if self._within is None else _again_within(run, self._within, self.micro_batch)
+        chosen = _in_same_autocast(run)
+        return chosen if self._within is None else _again_within(chosen, self._within, self.micro_batch)
 
     def _watched_at_first(self, run: Callable[..., Any], first: int, last: int) -> Callable[..., Any]:
         """What runs these layers, and says once which attributes they change in both runs of a micro-batch."""
@@ -618,6 +622,18 @@ def _layers_of(run: Callable[..., Any]) -> tuple[int, int] | None:
     if not {"start", "end"} <= variables.keys():
         return None
     return variables["start"].cell_contents, variables["end"].cell_contents
+
+
+def _in_same_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run`` as within the present autocast: a backward, which is outside of it, may call it again."""
+    device = torch.device(get_accelerator().device_name())
+    autocast = autocast_on(device)
+
+    def as_now(*inputs: Any) -> Any:
+        with same_autocast(device, autocast):
+            return run(*inputs)
+
+    return as_now if autocast else run
 
 
 def _again_within(run: Callable[..., Any], within: Within, micro_batch: int) -> Callable[..., Any]:

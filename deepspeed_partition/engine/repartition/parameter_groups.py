@@ -107,6 +107,12 @@ class ParameterGroups:
             self._names.append(tuple(name for info in infos for name in info.names))
             self._keys.append(infos[0].key)
 
+    def gather_added(self, optimizer: EveryGroup, pipe_group: dist.ProcessGroup) -> None:
+        """:meth:`gather` if a script has added groups on some rank since. Collective over the pipeline."""
+        if any(gather_objects(len(optimizer.param_groups) > len(self._names), pipe_group)):
+            self.gather(optimizer, pipe_group)
+            optimizer.follow(self.groups)
+
     def _first_layers(self) -> list[float]:
         """The place of the first layer that each group has a parameter of; infinite without one."""
         places = {f"{part.name}.": part.layers[0] for part in all_that_moves(self._module)}
