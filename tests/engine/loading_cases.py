@@ -529,6 +529,48 @@ def groups_that_a_script_has_added(folder: Path) -> None:
     same(losses, train_alone(mlp(), data, both))
 
 
+def checkpoints_of_plain_deepspeed(folder: Path) -> None:
+    """It finds states by places: under another cut those of other layers were taken, or torch spoke of sizes."""
+    data = batches(4)
+
+    def equal_layers() -> list[Any]:
+        return [LayerSpec(nn.Linear, 8, 8) for _ in range(4)]
+
+    def at(devices: tuple[int, ...], cuts: list[int]) -> Any:
+        return plan_for(devices, cuts, num_micro_batches=NUM_MICRO_BATCHES)
+
+    for zero in (0, 1):
+        config, where = untested(zero), str(folder / str(zero))
+        plain, _, _ = start(
+            equal_layers(), "uniform", config, optimizer=adam, module_class=deepspeed.PipelineModule,
+            start_engine=deepspeed.initialize,
+        )  # fmt: skip
+        assert type(plain) is deepspeed.PipelineEngine and plain.module.parts == [0, 2, 4]
+        losses = train(plain, data[:2])
+        plain.save_checkpoint(where)
+        for plan, method, options, words in (
+            (
+                at((0, 1, 1, 0), [0, 1, 2, 3, 4]),
+                None,
+                {},
+                "other parameters on this rank, which has layers 0 and 3",
+            ),
+            (None, [0, 1, 4], {}, "other parameters on this rank, which has layer 0"),
+            (None, [0, 3, 4], {"num_stages": 2}, "other parameters on this rank"),
+        ):
+            other, _, _ = start(equal_layers(), method, config, optimizer=adam, plan=plan, **options)
+            with raised(PlanMismatchError, "was written by plain DeepSpeed", words, "load_optimizer_states=False"):
+                other.load_checkpoint(where)
+            other.load_checkpoint(where, load_optimizer_states=False)
+        engine, _, _ = start(equal_layers(), [0, 2, 4], config, optimizer=adam)
+        engine.load_checkpoint(where)
+        losses += train(engine, data[2:3])
+        engine.save_checkpoint(where)
+        engine, _, _ = start(equal_layers(), [0, 3, 4], config, optimizer=adam)
+        engine.load_checkpoint(where)
+        same(losses + train(engine, data[3:]), train_alone(equal_layers(), data, adam))
+
+
 def an_optimizer_that_is_given_with_its_state(_: Path) -> None:
     """DeepSpeed's ZeRO left it behind with the parameters that it flattens, and began anew without a word."""
     data = batches(4)
@@ -568,6 +610,7 @@ CASES: dict[int, list[Callable[[Path], None]]] = {
         planning_that_is_off, an_optimizer_that_is_given_with_its_state,
         states_of_optimizers_that_a_script_keeps, states_of_no_parameter, states_of_a_form_of_their_own,
         rates_of_groups_that_ranks_leave_out, groups_that_a_script_has_added,
+        checkpoints_of_plain_deepspeed,
         what_copies_of_tied_modules_do_not_share, a_damaged_checkpoint_of_as_many_stages,
         what_one_rank_alone_cannot_read, a_checkpoint_that_does_not_say_where_states_lie,
         a_run_that_waits_for_its_plan_still_does_where_loading_fails, layers_that_are_sliced,

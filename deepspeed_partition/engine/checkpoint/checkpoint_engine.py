@@ -29,6 +29,7 @@ from deepspeed_partition.engine.checkpoint.saved_cut import SavedCut
 from deepspeed_partition.engine.checkpoint.saved_state import SavedState
 from deepspeed_partition.engine.checkpoint.tied_modules import load_ties, save_ties
 from deepspeed_partition.engine.checkpoint.unpickling import Reader
+from deepspeed_partition.engine.pipeline.parts import in_words, parts_here
 from deepspeed_partition.engine.pipeline.stages import StagesModule, allocation_of
 from deepspeed_partition.engine.repartition.movable_engine import MovingEngine
 from deepspeed_partition.engine.repartition.optimizer_copies import without_marks
@@ -44,7 +45,7 @@ from deepspeed_partition.engine.runtime.collectives import (
 )
 from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.options import Options
-from deepspeed_partition.planner.errors import PlanFormatError
+from deepspeed_partition.planner.errors import PlanFormatError, PlanMismatchError
 from deepspeed_partition.planner.io import files
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.units import shown
@@ -256,7 +257,7 @@ class ResumingEngine(MovingEngine):
 
         Raises:
             PlanMismatchError: a checkpoint of another number of layers; or it is of another cut and does not say
-                where the optimizer's states lie. On every rank, like the following.
+                where the optimizer's states lie, as those of plain DeepSpeed. On every rank, like the following.
             PlanFormatError: there is no such checkpoint; a file is missing, has another size or checksum, cannot
                 be read, or would have to be unpickled where that is not allowed. No weight has changed, unless it
                 was DeepSpeed that could not read it: then other ranks may have loaded theirs.
@@ -280,6 +281,8 @@ class ResumingEngine(MovingEngine):
         options, layout = bound.arguments, found.layout
         states: dict[str, ParameterState] | None = None
         lists = ListsOfGroups(self.lr_scheduler)
+        if layout is None and found.cut is None and self.optimizer is not None and _is_whole(options):
+            raised_together(lambda: self._check_that_places_agree(found.folder))
         if layout is not None and self.optimizer is not None and _is_whole(options) and not self._fits(found):
             saved = SavedState(found.folder, layout, self._reader)
             states = self._agreed(saved)
@@ -308,6 +311,52 @@ class ResumingEngine(MovingEngine):
         if layout is not None and not options["load_module_only"] and isinstance(self.module, StagesModule):
             self.module.count_forwards_from(layout["num_forwards"])
         return loaded
+
+    def _check_that_places_agree(self, folder: Path) -> None:
+        """Refuse a checkpoint of plain DeepSpeed's from another cut, whose states it loads by their places.
+
+        Raises:
+            PlanFormatError: a file cannot be read.
+            PlanMismatchError: this rank has other parameters at these places.
+        """
+        number = len(list(folder.glob("mp_rank_*_model_states.pt")))
+        num_here = self.mpu.get_model_parallel_world_size()
+        differs = f"{number} ranks of a pipeline and this run {num_here}"
+        if number == num_here:
+            path = folder / Path(self._get_ckpt_name("", "")).name
+            try:
+                saved = self._reader.load(path, map_location="cpu", mmap=True)
+                are_alike = self._has_places_of(saved)
+            except PlanFormatError:
+                raise
+            except Exception as error:  # whatever comes of a file that is not what its name says
+                raise saved_state.unreadable(path, error) from None
+            differs = f"other parameters on this rank, which has {in_words(list(parts_here(self.module)))}"
+            if are_alike and allocation_of(self.module).is_contiguous:
+                return
+        raise PlanMismatchError(
+            f"the checkpoint in {folder} was written by plain DeepSpeed, which finds the optimizer's states by "
+            f"their places, and it has {differs}: load it on the cut that wrote it, as boundaries in "
+            "pipeline.partition_method, and save it again, which then loads on any cut; or load the weights alone "
+            "with load_optimizer_states=False"
+        )
+
+    def _has_places_of(self, saved: Mapping[str, Any]) -> bool:
+        """Whether this rank trains parameters of the same names, or shapes, as the one that saved."""
+        shapes = saved.get("param_shapes")
+        if shapes is not None:
+            return [dict(group) for group in shapes] == [dict(group) for group in self._get_zero_param_shapes()]
+        there = saved["optimizer"]
+        groups = [group for group in there["param_groups"] if group["params"]]
+        here = [group["params"] for group in self.basic_optimizer.param_groups if group["params"]]
+        if [len(group["params"]) for group in groups] != [len(members) for members in here]:
+            return False
+        return all(
+            not isinstance(value, Tensor) or value.ndim == 0 or value.shape == weight.shape
+            for group, members in zip(groups, here, strict=True)
+            for index, weight in zip(group["params"], members, strict=True)
+            for value in there["state"].get(index, {}).values()
+        )
 
     @contextmanager
     def _files_named(self) -> Iterator[None]:
