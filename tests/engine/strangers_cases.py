@@ -1906,6 +1906,46 @@ def what_an_optimizer_keeps_of_its_weights_goes_with_them(_: Path) -> None:
     same(train(engine, data[:3]), expected)
 
 
+class SlowGroups(torch.optim.SGD):
+    """Keeps a list of slow weights for each group, or for the last one alone."""
+
+    def __init__(self, groups: Any, of_one: bool) -> None:
+        super().__init__(groups, lr=0.1, momentum=0.9)
+        slow = [[weight.detach().clone() for weight in group["params"]] for group in self.param_groups]
+        self.slow: Any = slow[-1] if of_one else slow
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group, slow in zip(self.param_groups, self.slow, strict=True):
+            with torch.no_grad():
+                for weight, each in zip(group["params"], slow, strict=True):
+                    weight.copy_(each.lerp_(weight, 0.5))
+        return loss
+
+
+def lists_of_groups_that_ranks_leave_out(_: Path) -> None:
+    """Slow weights of a group went into the list of another one; one for a group of several was taken for any."""
+    data = batches(6)
+
+    def make(model: nn.Module, of_one: bool = False) -> torch.optim.Optimizer:
+        members: dict[str, list[Any]] = {}
+        for name, weight in model.named_parameters():
+            members.setdefault(name.partition(".")[0], []).append(weight)
+        groups = [{"params": each, "lr": 0.1 * 0.9 ** int(name)} for name, each in members.items()]
+        return SlowGroups(groups, of_one)
+
+    engine, _, _ = start(mlp(), [0, 3, 8], optimizer=make)
+    losses = train(engine, data[:2])
+    for boundaries, batch in (([0, 5, 8], data[2:4]), ([0, 2, 8], data[4:])):
+        engine.recut(boundaries)
+        losses += train(engine, batch)
+    same(losses, train_alone(mlp(), data, make))
+    engine, optimizer, _ = start(mlp(), [0, 3, 8], optimizer=make)
+    optimizer.slow = [weight.detach().clone() for weight in optimizer.param_groups[-2]["params"]]
+    with raised(RuntimeError, "SlowGroups, which keeps tensors of parameters in self.slow"):
+        engine.recut([0, 5, 8])
+
+
 @contextmanager
 def in_vain(words: str) -> Iterator[None]:
     """A call on rank 1 alone, which is refused with these words after it has said for whom it waits."""
@@ -2420,7 +2460,8 @@ CASES = [
     a_tensor_that_is_returned_twice, tensors_of_one_memory, views_of_a_layer_stay_views_where_it_moves,
     views_of_a_layer_in_a_checkpoint_of_another_cut,
     views_of_what_is_no_part_of_a_layer_are_told, a_view_of_a_weight_that_trains_elsewhere_is_as_it_was,
-    what_an_optimizer_keeps_of_its_weights_goes_with_them, what_an_optimizer_keeps_for_all_stays,
+    what_an_optimizer_keeps_of_its_weights_goes_with_them, lists_of_groups_that_ranks_leave_out,
+    what_an_optimizer_keeps_for_all_stays,
     optimizers_that_see_a_part, schedules_that_see_a_part,
     layers_that_remember, results_in_caches_stay_where_a_layer_moves,
     a_schedule_and_an_optimizer_that_are_set_later,

@@ -227,7 +227,8 @@ def goes_with_groups(value: Any, groups: Sequence[Mapping[str, Any]]) -> bool:
     """Whether a value has something for each parameter of an optimizer, in a form that tells for which one.
 
     Such as ``[p.clone() for p in group["params"]]`` of one group or of all, lists of these, a dict by parameters
-    or by their ``id()``, and the states of another optimizer with the same parameters.
+    or by their ``id()``, and the states of another optimizer with the same parameters. A list for one of several
+    groups of the same shapes does not tell for which.
 
     Args:
         value: An attribute of the optimizer.
@@ -244,7 +245,8 @@ def goes_with_groups(value: Any, groups: Sequence[Mapping[str, Any]]) -> bool:
         return False
     if value and all(isinstance(each, list) for each in value):
         return [_shapes(each) for each in value] == [_shapes(group) for group in members]
-    return _shapes(value) in ([_shapes(group) for group in members] + [_shapes(every)])
+    shapes = _shapes(value)
+    return shapes == _shapes(every) or not shapes or [_shapes(group) for group in members].count(shapes) == 1
 
 
 def _shapes(values: Sequence[Any]) -> list[Any]:

@@ -6,7 +6,7 @@ no parameter is refused before (``own_optimizers.kept_beside_state``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +24,17 @@ class KeptAlong:
 
     Args:
         optimizer: which trains the parameters themselves.
+        groups: Its parameter groups with those of other ranks, in the order that all ranks have when layers have
+            moved.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        found = list(_containers(optimizer))
+    def __init__(self, optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
+        self._optimizer, self._groups = optimizer, groups
+        self._lists = [(value, list(value)) for value in _lists_of_groups(optimizer)]
+        places = {id(group): place for place, group in enumerate(optimizer.param_groups)}
+        for value, own in self._lists:
+            value[:] = [own[places[id(group)]] if id(group) in places else [] for group in groups]
+        found = list(_containers(optimizer, groups))
         self._containers = {name: container for name, container, _ in found}
         for name, container, group in found:
             for weight, kind, value in self._entries(container, group):
@@ -55,10 +61,16 @@ class KeptAlong:
                 yield of_id[key if is_id else id(key)], BY_ID if is_id else BY_WEIGHT, value
             return
         shapes = [value.shape for value in container]
-        groups = [list(each["params"]) for each in self._optimizer.param_groups]
+        groups = [list(each["params"]) for each in self._groups]
         lists = (weights, *groups) if group is None else (groups[group],)
         along = next(each for each in lists if [weight.shape for weight in each] == shapes)
         yield from ((weight, IN_ORDER, value) for weight, value in zip(along, container, strict=True))
+
+    def undo(self) -> None:
+        """Give everything back as it was: nothing has moved."""
+        self.give_back()
+        for value, own in self._lists:
+            value[:] = own
 
     def give_back(self) -> None:
         """Fill the lists and dicts with what is there for the parameters that are here now."""
@@ -81,11 +93,19 @@ class KeptAlong:
                     container[id(weight) if kind == BY_ID else weight] = value
 
 
-def _containers(optimizer: Any) -> Iterator[tuple[str, Any, int | None]]:
+def _lists_of_groups(optimizer: Any) -> Iterator[list[list[Any]]]:
+    """The lists that have a list for each group of an optimizer."""
+    for name, value in vars(optimizer).items():
+        is_one = name not in OF_TORCH and isinstance(value, list) and all(isinstance(each, list) for each in value)
+        if is_one and value and goes_with_groups(value, optimizer.param_groups):
+            yield value
+
+
+def _containers(optimizer: Any, groups: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Any, int | None]]:
     """The lists and dicts that have something for each parameter, by name; those of a list with their places."""
     seen = {id(getattr(optimizer, name, None)) for name in OF_TORCH}
     for name, value in vars(optimizer).items():
-        if name in OF_TORCH or not goes_with_groups(value, optimizer.param_groups):
+        if name in OF_TORCH or not goes_with_groups(value, groups):
             continue
         whole = value.state if isinstance(value, torch.optim.Optimizer) else value
         inner: list[tuple[str, Any, int | None]] = [(name, whole, None)]

@@ -106,13 +106,13 @@ class MovingEngine(AnyPlanEngine):
                 num_scheduled = self._num_scheduled(self._every_group)
                 groups.gather(self._every_group, self.grid.get_pipe_parallel_group())
                 self._every_group.follow(groups.groups)
-                along = KeptAlong(optimizer) if optimizer is self.basic_optimizer else None
+                along = KeptAlong(optimizer, groups.groups) if optimizer is self.basic_optimizer else None
                 try:
                     training_state = TrainingState(optimizer, self.module, groups.place_of())
                     scheduler = self._scheduler_to_keep(num_scheduled)
                 except Exception:
                     if along is not None:
-                        along.give_back()
+                        along.undo()
                     raise
             gradients = GivenGradients(self.module, allocation)
             self._release_parameters()
