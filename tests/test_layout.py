@@ -29,7 +29,7 @@ ROOMS = [
     f"{PLANNER}.cluster", f"{PLANNER}.report", "deepspeed_partition.quiet",
     "deepspeed_partition.versions",
     "deepspeed_partition.layer_calls", "deepspeed_partition", "deepspeed_partition.options",
-    "deepspeed_partition.code_names", "deepspeed_partition.generators", "deepspeed_partition.hidden_modules",
+    "deepspeed_partition.code_names", "deepspeed_partition.names_of_forward", "deepspeed_partition.generators", "deepspeed_partition.hidden_modules",
     "deepspeed_partition.pipeline_attributes", "deepspeed_partition.capture",
     "deepspeed_partition.raw_states", "deepspeed_partition.kept_values", "deepspeed_partition.dropped_writing",
     "deepspeed_partition.profiling",

@@ -21,7 +21,13 @@ from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 
 from deepspeed_partition.engine.checkpoint.checkpoint_engine import Found, ResumingEngine
 from deepspeed_partition.engine.pipeline.batch_programs import program_of
-from deepspeed_partition.engine.pipeline.before_step import BeforeStep, Buffers, WeightsOfForward, WrittenName
+from deepspeed_partition.engine.pipeline.before_step import (
+    BeforeStep,
+    Buffers,
+    WeightsOfForward,
+    WrittenName,
+    is_small,
+)
 from deepspeed_partition.engine.pipeline.carried_types import why_types_are_not_carried
 from deepspeed_partition.engine.pipeline.drawn_data import copy_of_micro_batch
 from deepspeed_partition.engine.pipeline.drawn_weights import tell_of_another_method
@@ -95,6 +101,7 @@ from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.planner.report.step_figures import StepFigures
 from deepspeed_partition.planner.units import counted
 from deepspeed_partition.planner.weight_versions import FLUSH, TWO_VERSIONS
+from deepspeed_partition.profiling.attributes import AttributesOfForward
 from deepspeed_partition.schedule.endless import EndlessProgram, lower_endless
 from deepspeed_partition.schedule.instructions import Compute, Instruction
 
@@ -187,6 +194,7 @@ class MadPipeEngine(ResumingEngine):
             self.watches_programs = False
         self._layer_buffers: Buffers | None = None
         self._weights_of_forward: WeightsOfForward | None = None
+        self._attributes_of_forward: AttributesOfForward | None = None
         self.written_by_forwards: set[WrittenName] = set()
         """The weights that forwards of any rank were seen to write, once layers have been measured."""
         self._peak: PlannedPeak | None = None
@@ -486,7 +494,7 @@ class MadPipeEngine(ResumingEngine):
             )
         self._own_cut()
         if allocation != allocation_of(self.module):
-            self._layer_buffers = self._weights_of_forward = None  # nothing may hold what leaves
+            self._forget_layers()  # nothing may hold what leaves
             self.move_to(allocation)
         self.adopt(cut)
 
@@ -502,7 +510,17 @@ class MadPipeEngine(ResumingEngine):
         self.most_in_flight = None
         self._endless = None
         self.lower_anew()
-        self._layer_buffers = self._weights_of_forward = None
+        self._forget_layers()
+
+    def _forget_layers(self) -> None:
+        self._layer_buffers = self._weights_of_forward = self._attributes_of_forward = None
+
+    @property
+    def attributes_of_forward(self) -> AttributesOfForward:
+        """What the layers that this rank has now, and the loss, set on themselves as they run."""
+        if self._attributes_of_forward is None:
+            self._attributes_of_forward = AttributesOfForward(held_modules(self.module).values(), is_small)
+        return self._attributes_of_forward
 
     @property
     def layer_buffers(self) -> Buffers:

@@ -38,6 +38,7 @@ from deepspeed_partition.kept_values import (
     told_of,
 )
 from deepspeed_partition.module_hooks import MODULE_HOOKS
+from deepspeed_partition.names_of_forward import names_of_forward
 from deepspeed_partition.pipeline_attributes import (
     is_engine,
     is_pipeline_module,
@@ -550,6 +551,57 @@ class _Remembering:
             self.let_others_stand(table, inner)
             return lambda: _refill(table, _restored(inner))
         return _nothing
+
+
+class AttributesOfForward:
+    """What ``forward`` of some modules sets on them, or may change in place: counters, lists, generators.
+
+    That is told by the code of their classes. To note it takes nothing for modules that have none.
+
+    Args:
+        modules: with all of their children.
+        copies: Whether a tensor or an array is copied, to be put back where it is changed in place.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], copies: Callable[[Any], bool]) -> None:
+        self._copies = copies
+        self._places = [
+            (vars(owner), names)
+            for module in modules
+            for owner in module.modules()
+            if (names := list(_changed_by_forward(owner)))
+        ]
+
+    def remembered(self) -> Callable[[], None]:
+        """Note all of it; return what puts it back."""
+        remembering = _Remembering(self._copies)
+        before = [
+            (table, names, remembering.each({name: table[name] for name in names if name in table}))
+            for table, names in self._places
+        ]
+
+        def restore() -> None:
+            for table, names, remembered in before:
+                for name in names:
+                    if name in remembered:
+                        table[name] = remembered[name]()
+                    else:
+                        table.pop(name, None)
+
+        return restore
+
+
+def _changed_by_forward(module: nn.Module) -> Iterator[str]:
+    kind: Any = type(module)
+    if is_librarys(kind):
+        return
+    own, found = attributes_of(module), names_of_forward(kind)
+    of_torch = {*module._parameters, *module._buffers, *module._modules}
+    yield from (name for name in found.written if name not in of_torch)
+    for name, value in own.items():
+        may_change = isinstance(value, GENERATORS) or type(value) in (list, dict, set, deque)
+        if name not in found.written and (name in found.counted or (may_change and name in found.read)):
+            yield name
 
 
 def _members_of(value: Any) -> MutableMapping[str, Any] | None:

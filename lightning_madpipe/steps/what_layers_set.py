@@ -8,21 +8,17 @@ the layers' classes.
 
 from __future__ import annotations
 
-import dis
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
-from types import FunctionType
 from typing import Any, NamedTuple, NoReturn
 
 from torch import nn
 from torchmetrics import Metric
 
 from deepspeed_partition.capture.element_attributes import of_class, subclass_of
-from deepspeed_partition.code_names import LIBRARIES
 from deepspeed_partition.engine.runtime.environment import warn_once
+from deepspeed_partition.names_of_forward import names_of_forward
 from lightning_madpipe.compat.elsewhere import HiddenTensors
 from lightning_madpipe.module import PipelineCall
 from lightning_madpipe.steps.ending_contexts import EndingContexts
@@ -67,34 +63,8 @@ def left_by_code(call: PipelineCall) -> list[Left]:
         Left(place, path, name)
         for place, (_, layer) in enumerate(call.existing_modules())
         for path, part in layer.named_modules()
-        for name in _set_by_forward(part.__class__)
+        for name in names_of_forward(part.__class__).written
     ]
-
-
-@cache
-def _set_by_forward(kind: Any) -> tuple[str, ...]:
-    found: dict[str, None] = {}
-    todo, seen = ["forward"], set[str]()
-    while todo:
-        name = todo.pop()
-        function = inspect.getattr_static(kind, name, None)
-        own = isinstance(function, FunctionType) and function.__module__.partition(".")[0] not in LIBRARIES
-        if name not in seen and own:
-            todo.extend(function.__code__.co_names)
-            found.update(dict.fromkeys(_set_on_self(function)))
-        seen.add(name)
-    return tuple(found)
-
-
-def _set_on_self(function: FunctionType) -> Iterator[str]:
-    owner = next(iter(function.__code__.co_varnames), None)
-    before: Any = None
-    for instruction in dis.get_instructions(function):
-        # Newer versions of Python (3.13) load two names at once.
-        loaded = before[-1] if isinstance(before, tuple) else before
-        if instruction.opname == "STORE_ATTR" and loaded == owner:
-            yield instruction.argval
-        before = instruction.argval if instruction.opname.startswith("LOAD_FAST") else None
 
 
 class LayerTraces:

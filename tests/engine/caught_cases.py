@@ -288,6 +288,32 @@ def weights_that_layers_set_in_the_step_with_the_error(_: Path) -> None:
         assert sorted(itertools.chain(*copied)) == ["scale of SetsItsWeight"] * 2, copied
 
 
+class Counts(pipelines.Block):
+    """Counts its calls, and keeps and draws numbers, in attributes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.calls, self.drawn, self.last = 0, [0.0], torch.zeros(1)
+        self.generator = torch.Generator().manual_seed(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.last += 1
+        self.drawn.append(float(torch.rand(1, generator=self.generator)))
+        self.newest = self.drawn[-1]
+        return super().forward(x) * (1 + 0.1 * self.calls + 0.1 * self.newest + 0.1 * self.last)
+
+
+def what_layers_keep_after_an_error(_: Path) -> None:
+    """Counters and generators of layers stayed where each rank was when the batch was given up."""
+    specs = specs_with(5)
+    for layer in (2, 6):
+        specs[layer] = LayerSpec(Counts, pipelines.WIDTH)
+    devices, cuts = MAPS[dist.get_world_size()][0]
+    for place, here in (("forward", owns(5)), ("loss", is_last)):
+        check(on(devices, cuts, specs), specs, place, here, at=1, number=2)
+
+
 def random_numbers_after_an_error(_: Path) -> None:
     """Those of dropout, without a seed for each layer."""
     specs = [*specs_with(5), LayerSpec(nn.Dropout, 0.5)]
@@ -473,6 +499,7 @@ def layers_that_hand_over_beside_their_outputs(_: Path) -> None:
 
 OF_MAPS = [
     a_step_that_was_caught_never_happened, tied_layers_and_bf16_after_an_error, random_numbers_after_an_error,
+    what_layers_keep_after_an_error,
     evaluation_after_an_error, ranks_that_read_nothing_count_a_batch_that_was_lost,
     ranks_that_begin_different_batches, shapes_that_differ_are_told_on_every_rank,
 ]  # fmt: skip

@@ -43,7 +43,7 @@ def test_a_list_for_each_group_goes_with_its_group_where_groups_have_the_same_sh
     optimizer = torch.optim.SGD([{"params": list(each.parameters())} for each in (first, second)], lr=0.1)
     slow = [[weight.detach().clone() for weight in group["params"]] for group in optimizer.param_groups]
     optimizer.slow = [list(each) for each in slow]
-    along = KeptAlong(optimizer)
+    along = KeptAlong(optimizer, optimizer.param_groups)
     for layer, tensors in zip((first, second), slow, strict=True):
         for weight, tensor in zip(layer.parameters(), tensors, strict=True):
             assert [value for value in optimizer.state[weight].values() if value is tensor] == [tensor]

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from torch import nn
 
 from deepspeed_partition.engine.pipeline.batch_state import Remembering
-from deepspeed_partition.engine.pipeline.before_step import SMALL_BYTES
+from deepspeed_partition.engine.pipeline.before_step import is_small
 from deepspeed_partition.engine.runtime.autograd_boundary import Boundary, tensors_of
 from deepspeed_partition.engine.runtime.boundary_shapes import Shapes, ShapesDifferError
 from deepspeed_partition.engine.runtime.collectives import any_bits, gather_objects, portable
@@ -27,7 +26,6 @@ from deepspeed_partition.engine.runtime.first_failure import raised_by_all
 from deepspeed_partition.engine.runtime.watch import watch
 from deepspeed_partition.profiling.attributes import HeldState, Place
 from deepspeed_partition.schedule.instructions import Compute, Instruction, Message
-from deepspeed_partition.tensor_values import is_computed
 
 if TYPE_CHECKING:
     from deepspeed_partition.engine.engine import MadPipeEngine
@@ -279,7 +277,7 @@ class Attempt:
         self._engine = engine
         self._held = held
         self._put_held_back: Callable[[Collection[Place]], None] | None
-        self._put_held_back = held.remembered(buffers=False, copies=_is_small, iterators=True)
+        self._put_held_back = held.remembered(buffers=False, copies=is_small, iterators=True)
         self._backlogs = engine.batch_data.backlogs
         self._data: Remembering | None = None
         if engine.data_iterator is not None and (engine.is_first_stage() or engine.is_last_stage()):
@@ -301,8 +299,3 @@ class Attempt:
         if self._data is not None:
             engine.data_iterator = engine.batch_data.give_again(self._data.taken, self._data.iterator)
         get_accelerator().empty_cache()
-
-
-def _is_small(value: Any) -> bool:
-    """Whether a tensor or an array may be what a layer counts in, and none that it has computed."""
-    return bool(value.nbytes <= SMALL_BYTES) and not isinstance(value, nn.Parameter) and not is_computed(value)

@@ -14,13 +14,18 @@ from deepspeed_partition.engine.runtime.environment import warn_here
 from deepspeed_partition.engine.runtime.random_state import random_state
 from deepspeed_partition.kept_weights import WRITTEN, WeightPlace, places_of
 from deepspeed_partition.profiling.attributes import Place
-from deepspeed_partition.tensor_values import put_back
+from deepspeed_partition.tensor_values import is_computed, put_back
 
 if TYPE_CHECKING:
     from deepspeed_partition.engine.engine import MadPipeEngine
 
 SMALL_BYTES = 2**20
 """A buffer up to this size is copied before each step, a larger one if a step has changed it: most are fixed."""
+
+
+def is_small(value: Any) -> bool:
+    """Whether a tensor or an array may be what a layer counts in, and none that it has computed."""
+    return bool(value.nbytes <= SMALL_BYTES) and not isinstance(value, nn.Parameter) and not is_computed(value)
 
 
 class Buffers:
@@ -128,8 +133,8 @@ class WeightsOfForward:
         self._num_seen = (0, 0)
         self._written: list[WeightPlace] = []
 
-    def before_step(self) -> Callable[[], None]:
-        """Copy the weights; return a function that puts them back, and says of which others it cannot."""
+    def before_step(self) -> Callable[[], bool]:
+        """Copy the weights; return a function that puts them back, says of which others it cannot, and if so."""
         if self._num_seen != (WRITTEN.number, len(self._of_all_ranks)):
             self._num_seen = WRITTEN.number, len(self._of_all_ranks)
             self._written = list(self._known())
@@ -137,16 +142,18 @@ class WeightsOfForward:
         copies = [place.weight.detach().clone() for place in written]
         versions = [weight._version for weight in self._weights]
 
-        def restore() -> None:
+        def restore() -> bool:
             for place, values in zip(written, copies, strict=True):
                 place.put_back(values)
-            known = {id(place.weight) for place in written}
+            known, are_back = {id(place.weight) for place in written}, True
             for weight, version in zip(self._weights, versions, strict=True):
                 if weight._version != version and id(weight) not in known:
+                    are_back = False
                     warn_here(
                         f"the step that was given up has written the weight {self._names[id(weight)]}, which no "
                         "forward() was seen to write before: the weight keeps that change"
                     )
+            return are_back
 
         return restore
 
@@ -173,18 +180,21 @@ class BeforeStep:
         self._engine = engine
         self._restore_buffers = engine.layer_buffers.before_step(all_of_them=engine.may_run_again)
         self._restore_weights = engine.weights_of_forward.before_step()
+        self._restore_attributes = engine.attributes_of_forward.remembered()
         self._restore_random_state = random_state()
         self._restore_counts = engine.module.counts_of_forwards() if engine.runs_lists else None
 
     def restore(self) -> None:
         """Let the step not have begun.
 
-        That is gradients, buffers, weights that a ``forward`` wrote, random numbers, the counts that seeds go by.
+        That is gradients, buffers, weights and attributes that a ``forward`` wrote, random numbers, the counts
+        that seeds go by.
         """
         self._engine.let_batch_go()
         let_gradients_go(self._engine)
         self._restore_buffers()
-        self._restore_weights()
+        if self._restore_weights():  # else an attribute may tell that a weight is set already
+            self._restore_attributes()
         self._restore_random_state()
         if self._restore_counts is not None:
             self._restore_counts()
