@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import nn
 
 from deepspeed_partition.engine import MadPipeEngine
+from deepspeed_partition.engine.repartition import movable_engine
 from deepspeed_partition.engine.repartition.optimizer_state import TrainingState
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from tests.engine import pipelines, shortage_cases, warm_up_cases
@@ -253,6 +255,26 @@ def frozen_layers(_: Path) -> None:
         engine, _, _ = start(specs, cuts()[0], untested(zero), optimizer=OPTIMIZERS["AdamW"])
         same(train_and_move(engine, data, cuts()), expected)
         assert all(not p.requires_grad for name, p in engine.module.named_parameters() if name.startswith("4."))
+
+
+def layers_that_are_unfrozen(_: Path) -> None:
+    """DeepSpeed's wrapping optimizers leave them as they are: they began to train when layers first moved."""
+    data = batches(3 * STEPS)
+    specs = mlp()
+    specs[4], specs[5] = LayerSpec(Frozen, 16), LayerSpec(HalfFrozen, 16)
+    for zero, half in ((1, {}), (0, {"bf16": {"enabled": True}}), (0, {})):
+        config = {**untested(zero), **half}
+        own = batches(3 * STEPS, dtype=torch.bfloat16) if half else data
+        losses = []
+        for moves in (False, True):
+            engine, _, _ = start(specs, cuts()[0], config, optimizer=adam)
+            engine.module.requires_grad_(True)
+            given = own[: len(own) // 3 * 2]
+            with patch.object(movable_engine, "warn_once") as tell:
+                losses.append(train_and_move(engine, given, cuts()[:2]) if moves else train(engine, given))
+            wraps = bool(zero or half)
+            assert any(gather_objects(tell.called)) == (moves and wraps)
+        same(losses[1], losses[0], digits=1e-5)
 
 
 class Frozen(pipelines.Block):
@@ -573,7 +595,7 @@ def planned_and_moved(_: Path) -> None:
     same(losses + train(engine, data[STEPS:]), train_alone(mlp(), data, OPTIMIZERS["AdamW"]))
 
 
-BOTH = [tied_layers, noise_and_batch_norm, frozen_layers, a_checkpoint_between_moves]
+BOTH = [tied_layers, noise_and_batch_norm, frozen_layers, layers_that_are_unfrozen, a_checkpoint_between_moves]
 ONLY_TWO = [
     every_optimizer, a_state_of_any_shape, adagrad_and_the_configurations_optimizer, half_precision,
     schedules_go_on, groups_that_become_empty_and_fill_again,

@@ -32,9 +32,10 @@ from deepspeed_partition.engine.repartition.optimizer_state import TrainingState
 from deepspeed_partition.engine.repartition.parameter_groups import EveryGroup, ParameterGroups
 from deepspeed_partition.engine.repartition.part_descriptions import tensors_in
 from deepspeed_partition.engine.runtime.collectives import gather_objects
-from deepspeed_partition.engine.runtime.environment import announce, log_here, planning_is_off
+from deepspeed_partition.engine.runtime.environment import announce, log_here, planning_is_off, warn_once
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
 from deepspeed_partition.planner.allocation import Allocation
+from deepspeed_partition.planner.units import counted
 
 OUTLIVES_A_MOVE = (
     "agg_additional_losses", "agg_train_loss", "batch_fn", "batch_timer", "client_lr_scheduler",
@@ -123,8 +124,11 @@ class MovingEngine(AnyPlanEngine):
                 beside.arrive(leaving)
             if groups is not None:
                 groups.assign(self.basic_optimizer, self.module)
-            frozen = [] if training_state is None else training_state.frozen_of(self.module)
-            with _released(frozen):
+            turned = [] if training_state is None else training_state.turned_of(self.module)
+            if optimizer is self.basic_optimizer:  # which trains whatever has a gradient
+                turned = [weight for weight in turned if not weight.requires_grad]
+            self._tell_of_unfrozen(turned)
+            with _turned_back(turned):
                 self._start_again(scheduler)
             self.optimizer = _one_object(optimizer, self.optimizer)
             if training_state is not None:
@@ -134,6 +138,17 @@ class MovingEngine(AnyPlanEngine):
             gradients.give_to(self.module)
         self._tell_what_moved(before)
         self.tell_ends()
+
+    def _tell_of_unfrozen(self, turned: list[nn.Parameter]) -> None:
+        names = {weight: name for name, weight in self.module.named_parameters()}
+        unfrozen = [names[weight] for weight in turned if weight.requires_grad]
+        if unfrozen:
+            warn_once(
+                "unfrozen late",
+                f"{counted(len(unfrozen), 'weight')}, such as {unfrozen[0]}, had no gradient when the optimizer "
+                "was made and has one now: DeepSpeed's ZeRO, bf16 and fp16 optimizers train what they began with, "
+                "so it stays as it is. Make the engine anew, or train in fp32 without ZeRO",
+            )
 
     def _tell_what_moved(self, before: dict[str, bool]) -> None:
         """Say, on each rank of the first pipeline, of which layers a script has not made anything so far."""
@@ -455,19 +470,19 @@ class MovingEngine(AnyPlanEngine):
 
 
 @contextmanager
-def _released(frozen: list[nn.Parameter]) -> Iterator[None]:
-    """Let ``frozen`` parameters be trained meanwhile.
+def _turned_back(turned: list[nn.Parameter]) -> Iterator[None]:
+    """Let parameters that were frozen or unfrozen since the optimizer started be as they were then meanwhile.
 
     Optimizers of DeepSpeed's that flatten parameters leave out for ever what is frozen when they start. One that
     had a parameter before it was frozen goes on with it when it is released.
     """
-    for parameter in frozen:
-        parameter.requires_grad_(True)
+    for parameter in turned:
+        parameter.requires_grad_(not parameter.requires_grad)
     try:
         yield
     finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
+        for parameter in turned:
+            parameter.requires_grad_(not parameter.requires_grad)
 
 
 @contextmanager

@@ -120,6 +120,7 @@ class TrainingState:
     def __init__(self, optimizer: Any, module: PipelineModule, group_of: Mapping[str, int]) -> None:
         grid = module.mpu()
         self._pipe_rank: int = grid.get_stage_id()
+        self._given = group_of.keys()
         self._trained = trained_by(optimizer, module)
         states = _base(optimizer).state
         self._of_no_parameter = {key: value for key, value in states.items() if not torch.is_tensor(key)}
@@ -141,10 +142,11 @@ class TrainingState:
         if any(messages):
             raise RuntimeError(next(filter(None, messages)))
 
-    def frozen_of(self, module: PipelineModule) -> list[nn.Parameter]:
-        """Parameters in ``module`` that are frozen, and that the optimizer of some rank had before the move."""
+    def turned_of(self, module: PipelineModule) -> list[nn.Parameter]:
+        """Parameters of the groups in ``module`` that were frozen, or unfrozen, since the optimizer started."""
         known = {name for infos in self._infos for name in infos}
-        return [each for each, name in parameter_names(module).items() if name in known and not each.requires_grad]
+        names = parameter_names(module).items()
+        return [each for each, name in names if name in self._given and (name in known) != each.requires_grad]
 
     # Out of the optimizer
 
