@@ -74,6 +74,11 @@ class CapturedLayer(nn.Module):
         return ", ".join(self._recipe.names[self._number])
 
     @property
+    def recipe(self) -> Recipe:
+        """What all layers of the model run."""
+        return self._recipe
+
+    @property
     def contents(self) -> Contents:
         """What the layer runs."""
         return self._recipe.contents(self._number)
@@ -228,6 +233,34 @@ class Recipe:
         modules = {call.target: graph.recording.modules[call.target] for call in calls if call.is_module}
         own = [Path(call.where).name for call in calls if not call.is_module and call.where]
         return Contents(modules, list(dict.fromkeys(own)))
+
+    @property
+    def frozen(self) -> list[str]:
+        """The parameters that were frozen when the model was captured, by the user's names."""
+        graph = self.captured.graph
+        parameters = [name for name, each in graph.recording.attributes.items() if isinstance(each, nn.Parameter)]
+        return [name for name in parameters if name not in graph.trainable]
+
+    def is_cut_off(self, weight: str) -> bool:
+        """Whether a weight of :attr:`frozen` would get no gradient if it were trained now, or would be several.
+
+        What was computed of frozen weights alone crosses boundaries without a gradient, and layers that use one
+        have each its own.
+        """
+        graph = self.captured.graph
+
+        def is_used_by(name: str) -> bool:
+            return weight == name or weight.startswith(f"{name}.")
+
+        reached: set[int] = set()
+        for node in graph.nodes:
+            if not reached.isdisjoint(node.reads) or any(map(is_used_by, _names_of(node))):
+                reached.update(node.makes)
+        crossing = {value for each in self.layout.crossings for value in each.values}
+        values = [graph.values[value] for value in reached & crossing]
+        users = [number for number, names in enumerate(self.names) if any(map(is_used_by, names))]
+        is_several = sum(number not in self.layout.ties for number in users) > 1
+        return is_several or any(each.dtype.is_floating_point and not each.requires_grad for each in values)
 
     def program(self, number: int, module: nn.Module) -> Program:
         """What a layer runs, in the state in which its modules are."""

@@ -19,6 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 
+from deepspeed_partition.engine.captured_model import cut_off_weights
 from deepspeed_partition.engine.checkpoint.checkpoint_engine import Found, ResumingEngine
 from deepspeed_partition.engine.pipeline.batch_programs import program_of
 from deepspeed_partition.engine.pipeline.before_step import (
@@ -77,7 +78,7 @@ from deepspeed_partition.engine.repartition.part_descriptions import remember_at
 from deepspeed_partition.engine.repartition.state_beside import StateBeside
 from deepspeed_partition.engine.runtime import accelerator
 from deepspeed_partition.engine.runtime.all_come import wait_until_all_come
-from deepspeed_partition.engine.runtime.collectives import from_rank_0
+from deepspeed_partition.engine.runtime.collectives import from_rank_0, raise_first
 from deepspeed_partition.engine.runtime.environment import (
     announce,
     check_writable,
@@ -195,6 +196,7 @@ class MadPipeEngine(ResumingEngine):
         self._layer_buffers: Buffers | None = None
         self._weights_of_forward: WeightsOfForward | None = None
         self._attributes_of_forward: AttributesOfForward | None = None
+        self._cut_off: dict[str, torch.nn.Parameter] | None = None
         self.written_by_forwards: set[WrittenName] = set()
         """The weights that forwards of any rank were seen to write, once layers have been measured."""
         self._peak: PlannedPeak | None = None
@@ -236,6 +238,7 @@ class MadPipeEngine(ResumingEngine):
         refuse_what_needs_all(self)
         if options is None:  # other hosts know what their optimizers have
             refuse_weights_of_nobody(self, weights)
+        raise_first(self._without_gradient())
         self._step_of_user = StepOfUser(self)
         if self.options.shard_weights:
             self._share_out()
@@ -514,6 +517,23 @@ class MadPipeEngine(ResumingEngine):
 
     def _forget_layers(self) -> None:
         self._layer_buffers = self._weights_of_forward = self._attributes_of_forward = None
+        self._cut_off = None
+
+    def _why_not_begin(self) -> Exception | None:
+        return super()._why_not_begin() or self._without_gradient()
+
+    def _without_gradient(self) -> Exception | None:
+        """What keeps this rank from training weights that were frozen when layers were found in a model."""
+        if self._cut_off is None:
+            self._cut_off = cut_off_weights(held_modules(self.module))
+        name = next((name for name, weight in self._cut_off.items() if weight.requires_grad), None)
+        if name is not None:
+            return RuntimeError(
+                f"{name} has a gradient now, and had none when layers_of() captured the model, whose layers send "
+                "none to it: call layers_of() when all weights that are to be trained have requires_grad, or once "
+                "more, for a new engine"
+            )
+        return None
 
     @property
     def attributes_of_forward(self) -> AttributesOfForward:

@@ -201,7 +201,8 @@ class CapturedCall:
 
     def holds_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether the layers are those of another call, later."""
-        return self._takes(args, kwargs) and self._weights == list(map(id, self.model.parameters()))
+        has_same = self._weights == list(map(id, self.model.parameters()))
+        return has_same and self._takes(args, kwargs) and not self.is_cut_off()
 
     def _takes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether another call has arguments of the same kind."""
@@ -214,6 +215,12 @@ class CapturedCall:
         """All calls that these layers are known to run."""
         yield self
         yield from self._of_steps.values()
+
+    def is_cut_off(self) -> bool:
+        """Whether a weight that was frozen when layers were found is trained now, and would get no gradient."""
+        weights = dict(self.root.named_parameters(remove_duplicate=False))
+        frozen = [name for name in self._recipe.frozen if name in weights]
+        return any(weights[name].requires_grad and self._recipe.is_cut_off(name) for name in frozen)
 
     def follow_modes(self) -> None:
         """Capture the model again, when it runs, where parts of it are in other modes than before."""

@@ -110,6 +110,9 @@ class CoarseCall(CapturedCall):
             return False
         return self._weights == list(map(id, self.model.parameters()))
 
+    def is_cut_off(self) -> bool:
+        return False
+
     def follow_modes(self) -> None:
         """Let the code around the elements run in the modes that the model's own modules have."""
         outside = self.layers[0].module if isinstance(self.layers[0], TiedModule) else self.layers[0].shared

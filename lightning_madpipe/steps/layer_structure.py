@@ -103,6 +103,13 @@ class Structure:
                 "DeepSpeed's ZeRO, bf16 and fp16 optimizers train what they began with: end fit and call it "
                 "again, or use precision='32-true' with stage=0"
             )
+        captured = self._pipeline.call_of_module.captured
+        if captured is not None and captured.is_cut_off():
+            raise self._refusal(
+                f"{self._named(turned[0])} is unfrozen while fit runs, and the layers of this pipeline, which "
+                "were found when it was frozen, send no gradients to it: end fit and call it again, or name the "
+                "layers in pipeline_layers()"
+            )
         given = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
         missing = [weight for weight in turned if weight.requires_grad and id(weight) not in given]
         if missing:

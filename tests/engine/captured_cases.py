@@ -11,7 +11,8 @@ from torch import nn
 
 import deepspeed_partition
 from tests.capture import networks
-from tests.engine.running import NUM_MICRO_BATCHES, adam, all_tensors, same, start, train
+from tests.engine.pipelines import micro_batch
+from tests.engine.running import NUM_MICRO_BATCHES, adam, all_tensors, raised, same, start, train
 
 WORDS, WIDTH, LENGTH, BATCH = 12, 8, 6, 4
 
@@ -231,7 +232,47 @@ def half_precision_is_that_of_layers_by_hand(_: Path) -> None:
     same(found[1][:1], [sum(first) / len(first)], digits=2**-8)  # whose mean is taken in bf16
 
 
+class Residual(nn.Module):
+    """Blocks of which the first ones, and one in between, are frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(8)]
+        self.blocks, self.head = nn.ModuleList(blocks), nn.Linear(8, 4)
+        self.blocks[:4].requires_grad_(False)
+        self.blocks[6].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def weights_that_are_unfrozen_later(_: Path) -> None:
+    """Layers that were captured when they were frozen send no gradients to them: they never trained."""
+    batches = [[micro_batch(4 * step + number) for number in range(4)] for step in range(3)]
+
+    def begin(layers: Any) -> Any:
+        return start(layers, [0, 5, len(layers)], seed_layers=False, optimizer=adam)[0]
+
+    words = "has a gradient now, and had none when layers_of() captured the model"
+    net = Residual()
+    layers = deepspeed_partition.layers_of(net, batches[0][0][0])
+    net.requires_grad_(True)
+    with raised(RuntimeError, words, "call layers_of() when all weights"):
+        begin(layers)
+    net = Residual()
+    engine = begin(deepspeed_partition.layers_of(net, batches[0][0][0]))
+    train(engine, batches[:1])
+    net.blocks[6].requires_grad_(True)  # behind weights that are trained
+    train(engine, batches[1:2])
+    net.requires_grad_(True)
+    with raised(RuntimeError, words):
+        train(engine, batches[2:])
+
+
 CASES = [
+    weights_that_are_unfrozen_later,
     a_model_as_it_is, a_model_as_it_is_plans_and_moves, groups_and_hooks_by_the_models_names,
     another_length_than_the_capture_holds_for, half_precision_is_that_of_layers_by_hand,
 ]  # fmt: skip

@@ -1268,6 +1268,75 @@ class FreezesItself(SeveralCalls):
         return self(batch[0] - picture.grad).square().mean()
 
 
+class UnfreezesBackbone(Sgd):
+    """Freezes the first of eight blocks, or one in between, for an epoch."""
+
+    frozen: Any = slice(5)
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(8)]
+        self.backbone, self.head = nn.ModuleList(blocks), nn.Linear(8, 4)
+        self.register_buffer("position", torch.ones(8))
+        for block in self.backbone[self.frozen]:
+            block.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.backbone:
+            x = x + block(x) * self.position
+        return self.head(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0]).square().mean()
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.backbone.requires_grad_(True)
+
+
+class UnfreezesPosition(UnfreezesBackbone):
+    """Unfreezes a weight that all blocks use."""
+
+    frozen = slice(0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.position
+        self.position = nn.Parameter(torch.ones(8), requires_grad=False)
+
+    def on_train_epoch_start(self) -> None:
+        self.position.requires_grad_(self.current_epoch == 1)
+
+
+class UnfreezesBetween(UnfreezesBackbone):
+    frozen = slice(3, 5)
+
+
+class UnfreezesLater(UnfreezesBackbone):
+    def on_train_epoch_start(self) -> None:
+        pass
+
+
+def unfrozen_between(host: cases.Host) -> dict[str, Any]:
+    return trained(host, UnfreezesBetween, cases.loader(NUM_SAMPLES))
+
+
+def unfrozen_between_two_fits(host: cases.Host) -> dict[str, Any]:
+    """The layers of the first fit sent no gradients to what was unfrozen behind it."""
+    pl.seed_everything(0, verbose=False)
+    module, rows = UnfreezesLater(), []
+    for _ in range(2):
+        recorder = cases.Recorder()
+        trainer = host.trainer(recorder, max_epochs=1, strategy={"time_limit_seconds": 1})
+        trainer.fit(module, cases.loader(NUM_SAMPLES))
+        module.backbone.requires_grad_(True)
+        rows += recorder.rows
+    return {
+        **cases.fit_record(trainer, module, rows),
+        "weights": {name: float(value.double().sum()) for name, value in module.state_dict().items()},
+    }
+
+
 class ByChanceFound(OtherOrder):
     """Has a scale for each of eight features in batches of eight samples, which its layers are given."""
 
@@ -1689,6 +1758,7 @@ def refused_modules(host: cases.Host) -> dict[str, Any]:
         FeaturedDeciding,
         MaskedByDraws, SampleBySample, SampleBySampleShort, SampleBySampleWhole,
         NeedsAHook, ReadsOptimizer, FourBlocks, Lazy, SeveralCallsOneSets, KeepsASize, FreezesItself,
+        UnfreezesBackbone, UnfreezesPosition,
     ):  # fmt: skip
         if not is_chosen(build.__name__):
             continue
@@ -1812,6 +1882,8 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         counting_blocks,
         drawing_blocks,
         frozen_backbone,
+        unfrozen_between,
+        unfrozen_between_two_fits,
         auxiliary_head,
         rank_in_forward,
         lazy_after_a_batch,

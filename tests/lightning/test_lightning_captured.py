@@ -59,6 +59,11 @@ def test_dropout_draws_from_the_seed(two: Records) -> None:
         # The look at its first call left the weights frozen, so that it was said to have one layer.
         ("FreezesItself", "training_step uses encoder.0.weight other than by its call of self()"),
         ("FreezesItself", "needs a strategy that has the whole model on each device, such as 'ddp'"),
+        (
+            "UnfreezesBackbone",
+            "self.backbone.0.0.bias is unfrozen while fit runs, and the layers of this pipeline",
+        ),
+        ("UnfreezesPosition", "self.position is unfrozen while fit runs, and the layers of this pipeline"),
         ("Branching", "captured_cases.py:"),
         ("Branching", "Nor can it be cut between its elements: the model's code uses the output of an element"),
         ("BranchingInside", "has 1 pipeline layer for 2 stages (net (Bounded) stays whole: its code decides by"),

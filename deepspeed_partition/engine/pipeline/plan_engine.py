@@ -344,6 +344,10 @@ class AnyPlanEngine(AnyBoundaryEngine):
             "before deepspeed.initialize(), and DeepSpeed's own schedule runs with it"
         )
 
+    def _why_not_begin(self) -> Exception | None:
+        """What keeps this rank from beginning a batch, but for data."""
+        return self._replaced_too_late()
+
     def _error_of_data(self, num_micro_batches: int) -> Exception | None:
         """What keeps this rank from reading the micro-batches of a batch, if it is to read.
 
@@ -600,7 +604,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
         self._num_loaded = 0
         self.batch_data.begin(inputs=self.is_first_stage(), labels=self.is_last_stage())
         self.batch_state.clear()
-        error = self._replaced_too_late() or self._error_of_data(num_micro_batches)
+        error = self._why_not_begin() or self._error_of_data(num_micro_batches)
         try:
             self._lockstep.begin_together(num_micro_batches, error)
         except StopIteration:
