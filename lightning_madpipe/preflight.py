@@ -11,7 +11,7 @@ from typing import Any
 from torch.nn.parameter import is_lazy
 
 from deepspeed_partition.planner.units import counted
-from lightning_madpipe.checkpoint.weight_copies import refusals_of_averages
+from lightning_madpipe.checkpoint.watched_copies import refusals_of_averages
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.number_types import refusals_of_types
 from lightning_madpipe.compat.optimizers import configured_optimizer

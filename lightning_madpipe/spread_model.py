@@ -27,7 +27,8 @@ from lightning_madpipe.checkpoint.layers_on_rank_zero import (
     take_from_rank_zero,
     taken_in_words,
 )
-from lightning_madpipe.checkpoint.weight_copies import CHANGED, WAY_OUT, WeightCopies
+from lightning_madpipe.checkpoint.watched_copies import CHANGED, WAY_OUT
+from lightning_madpipe.checkpoint.weight_copies import WeightCopies
 from lightning_madpipe.checkpoint.whole_model import LayersOfUser, can_be_whole
 from lightning_madpipe.compat.callback_patches import whole_module
 from lightning_madpipe.compat.elsewhere import AFTER_A_RUN, ON_RANK_ZERO, Elsewhere
@@ -315,7 +316,7 @@ class SpreadModel:
 
     def copies_have_changed(self) -> bool:
         """Whether copies of layers, made before these were spread, have changed; asked before each step."""
-        return self.pipeline.num_stages > 1 and self.copies.have_changed()
+        return self.pipeline.num_stages > 1 and self.copies.watched.have_changed()
 
     def refuse_changed_copies(self) -> None:
         """Refuse copies of layers that a hook changes, on each rank by its own layers. Collective over a pipeline.
@@ -334,7 +335,7 @@ class SpreadModel:
     def _changed_copies(self) -> str:
         if self.pipeline.num_stages == 1:
             return ""
-        found = self.copies.unlike(self.pipeline.mpu().get_pipe_parallel_group())
+        found = self.copies.watched.unlike(self.pipeline.mpu().get_pipe_parallel_group())
         return CHANGED.format(places=" and ".join(found), way_out=WAY_OUT) if found else ""
 
     def is_whole_everywhere(self) -> bool:

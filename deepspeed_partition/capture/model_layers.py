@@ -317,6 +317,22 @@ class Recipe:
         return programs_like(self, graph, captured.input_names)
 
 
+def cut_off_weights(layers: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
+    """The weights of layers of a model that were frozen when it was captured, and that no gradient reaches since.
+
+    Args:
+        layers: by their names, any layers.
+    """
+    return {
+        f"{name}.{own}": weight
+        for name, layer in layers.items()
+        if isinstance(layer, CapturedLayer)
+        for frozen in [set(layer.recipe.frozen)]
+        for own, weight in layer.named_parameters()
+        if own in frozen and layer.recipe.is_cut_off(own)
+    }
+
+
 def programs_like(recipe: Recipe, graph: Graph, input_names: list[str]) -> list[Program]:
     """The programs of another graph of the same model, each of whose weights stays in its layer."""
     before = recipe.captured.graph

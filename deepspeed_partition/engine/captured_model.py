@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from deepspeed_partition.capture import Captured, CaptureError, Layers, layers_as_they_are, layers_from
 from deepspeed_partition.capture.coarse import coarse_layers
-from deepspeed_partition.capture.model_layers import CapturedLayer, TiedLayer
+from deepspeed_partition.capture.model_layers import TiedLayer
 from deepspeed_partition.engine.pipeline.shared_weights import TiedModule
 from deepspeed_partition.engine.runtime.environment import announce
 
@@ -40,22 +40,6 @@ def layers_of_elements(
         CaptureError: the reason, where it runs none, or its code does more around them.
     """
     return coarse_layers(model, args, kwargs, reason, _tied, within)
-
-
-def cut_off_weights(layers: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
-    """The weights of layers of a model that were frozen when it was captured, and that no gradient reaches since.
-
-    Args:
-        layers: by their names, any layers.
-    """
-    return {
-        f"{name}.{own}": weight
-        for name, layer in layers.items()
-        if isinstance(layer, CapturedLayer)
-        for frozen in [set(layer.recipe.frozen)]
-        for own, weight in layer.named_parameters()
-        if own in frozen and layer.recipe.is_cut_off(own)
-    }
 
 
 def _tied(layer: TiedLayer) -> TiedModule:

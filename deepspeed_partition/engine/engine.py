@@ -19,7 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 
-from deepspeed_partition.engine.captured_model import cut_off_weights
+from deepspeed_partition.capture.model_layers import cut_off_weights
 from deepspeed_partition.engine.checkpoint.checkpoint_engine import Found, ResumingEngine
 from deepspeed_partition.engine.pipeline.batch_programs import program_of
 from deepspeed_partition.engine.pipeline.before_step import (
