@@ -11,6 +11,13 @@ from typing import Any, NamedTuple
 
 from deepspeed_partition.code_names import LIBRARIES
 
+OF_MEMBERS = ("STORE_SUBSCR", "DELETE_SUBSCR")
+FILLING = frozenset((
+    "add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "insert", "pop", "popitem",
+    "popleft", "remove", "reverse", "rotate", "setdefault", "sort", "update",
+))  # fmt: skip
+"""The methods that change a container."""
+
 
 class NamesOfForward(NamedTuple):
     """Names of attributes."""
@@ -21,6 +28,8 @@ class NamesOfForward(NamedTuple):
     """Those that it changes as in ``self.calls += 1``, of the module or of anything else."""
     read: frozenset[str]
     """Those that it may read, of the module or of anything else."""
+    fills: bool
+    """Whether it may change members of a list, a dict or the like."""
 
 
 @cache
@@ -28,6 +37,7 @@ def names_of_forward(kind: Any) -> NamesOfForward:
     """The names in the ``forward`` of a class of modules, and in methods that it calls, but those of libraries."""
     written: dict[str, None] = {}
     counted: set[str] = set()
+    stores = False
     todo, seen = ["forward"], set[str]()
     while todo:
         name = todo.pop()
@@ -37,8 +47,10 @@ def names_of_forward(kind: Any) -> NamesOfForward:
             todo.extend(function.__code__.co_names)
             written.update(dict.fromkeys(_set_on_self(function)))
             counted.update(_counted(function))
+            stores |= any(each.opname in OF_MEMBERS for each in dis.get_instructions(function))
         seen.add(name)
-    return NamesOfForward(tuple(written), frozenset(counted), frozenset(seen))
+    fills = stores or not seen.isdisjoint(FILLING)
+    return NamesOfForward(tuple(written), frozenset(counted), frozenset(seen), fills)
 
 
 def _set_on_self(function: FunctionType) -> Iterator[str]:

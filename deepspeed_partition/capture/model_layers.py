@@ -245,22 +245,27 @@ class Recipe:
         """Whether a weight of :attr:`frozen` would get no gradient if it were trained now, or would be several.
 
         What was computed of frozen weights alone crosses boundaries without a gradient, and layers that use one
-        have each its own.
+        have each its own. What has no gradient for another reason, such as ``detach()``, has none in one process.
         """
         graph = self.captured.graph
+        values = graph.values
 
         def is_used_by(name: str) -> bool:
             return weight == name or weight.startswith(f"{name}.")
 
         reached: set[int] = set()
         for node in graph.nodes:
+            without = bool(node.call.context) and not node.call.context[0]
+            if without or any(values[value].requires_grad for value in node.reads):
+                continue
             if not reached.isdisjoint(node.reads) or any(map(is_used_by, _names_of(node))):
                 reached.update(node.makes)
         crossing = {value for each in self.layout.crossings for value in each.values}
-        values = [graph.values[value] for value in reached & crossing]
         users = [number for number, names in enumerate(self.names) if any(map(is_used_by, names))]
         is_several = sum(number not in self.layout.ties for number in users) > 1
-        return is_several or any(each.dtype.is_floating_point and not each.requires_grad for each in values)
+        return is_several or any(
+            values[each].dtype.is_floating_point and not values[each].requires_grad for each in reached & crossing
+        )
 
     def program(self, number: int, module: nn.Module) -> Program:
         """What a layer runs, in the state in which its modules are."""

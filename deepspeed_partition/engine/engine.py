@@ -94,7 +94,7 @@ from deepspeed_partition.engine.runtime.transfers import refuse_blocking_waits
 from deepspeed_partition.engine.runtime.watch import watch
 from deepspeed_partition.engine.warmup.losses_of_batches import take_losses_of_batches
 from deepspeed_partition.engine.warmup.pending_plan import PendingPlan
-from deepspeed_partition.engine.warmup.planned_by import given_up_if_planned_otherwise, planned_by
+from deepspeed_partition.engine.warmup.planned_by import SIZE, given_up_if_planned_otherwise, planned_by
 from deepspeed_partition.options import WHEN_SLOW, Options
 from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.planner.plan import Plan
@@ -186,13 +186,15 @@ class MadPipeEngine(ResumingEngine):
     _mode_for_benchmarks: str | None = None
     _tells_reads = False
     """Whether the optimizer says where its state is read while the pipeline goes on."""
+    knows_micro_batch_size = True
+    """Whether the configuration says the size of micro-batches; else a host does with the first batch."""
     options: Options
     """The options that a host has given; else those of ``pipeline.madpipe`` in the configuration."""
 
     def __init__(self, *, options: Options | None = None, **kwargs: Any) -> None:
         self._pending = PendingPlan(self)
         if options is not None:  # of another host, whose steps have ranks of their own
-            self.watches_programs = False
+            self.watches_programs = self.knows_micro_batch_size = False
         self._layer_buffers: Buffers | None = None
         self._weights_of_forward: WeightsOfForward | None = None
         self._attributes_of_forward: AttributesOfForward | None = None
@@ -361,6 +363,20 @@ class MadPipeEngine(ResumingEngine):
             self._pending.wait()
             if num_steps := self.options.warmup_steps:
                 self.warm_up_until(lambda: self.global_steps >= num_steps, counted(num_steps, "step"))
+
+    def take_micro_batch_size(self, size: int) -> None:
+        """Know the size of the run's micro-batches, and plan anew where an earlier run's plan is for another one.
+
+        Collective, before the first step.
+        """
+        self.set_train_micro_batch_size(size)
+        self.knows_micro_batch_size = True
+        cut: Cut = self.module.madpipe_cut
+        if cut.planned_by is None or self.plan is None or cut.planned_by[SIZE] in (None, size):
+            return
+        if given_up_if_planned_otherwise(self, cut) is not cut:
+            self.adopt(Cut("trial"))
+            self._pending.wait()
 
     def warm_up_until(self, is_over: Callable[[], bool], length: str) -> None:
         """Train on the trial cut first, and measure the layers in place, where a plan is to be made.

@@ -52,6 +52,7 @@ PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None), torch.dtyp
 _OF_TORCH = frozenset(vars(nn.Module()))
 _OF_DEEPSPEED = ("ds_", "_ds_")
 _OWN_PACKAGES = ("deepspeed_partition", "lightning_madpipe")
+_CONTAINERS = (list, dict, set, deque)
 _DEPTH = 2
 _MOST_MEMBERS = 1000
 """Members of a list or a dict up to which each is compared: of longer ones the length is."""
@@ -556,7 +557,8 @@ class _Remembering:
 class AttributesOfForward:
     """What ``forward`` of some modules sets on them, or may change in place: counters, lists, generators.
 
-    That is told by the code of their classes. To note it takes nothing for modules that have none.
+    That is told by the code of their classes. To note it takes nothing for modules that have none. Large tensors
+    are not held, nor containers with such or with many members: they stay as they are.
 
     Args:
         modules: with all of their children.
@@ -578,6 +580,7 @@ class AttributesOfForward:
         before = [
             (table, names, remembering.each({name: table[name] for name in names if name in table}))
             for table, names in self._places
+            for names in [[name for name in names if name not in table or self._is_noted(table[name])]]
         ]
 
         def restore() -> None:
@@ -590,6 +593,19 @@ class AttributesOfForward:
 
         return restore
 
+    def _is_noted(self, value: Any) -> bool:
+        if type(value) in PLAIN or isinstance(value, GENERATORS):
+            return True
+        if isinstance(value, torch.Tensor | np.ndarray):
+            return self._copies(value)
+        if type(value) not in _CONTAINERS or len(value) > _MOST_MEMBERS:
+            return False
+        members = value.values() if isinstance(value, dict) else value
+        return all(
+            type(each) in PLAIN or (isinstance(each, torch.Tensor | np.ndarray) and self._copies(each))
+            for each in members
+        )
+
 
 def _changed_by_forward(module: nn.Module) -> Iterator[str]:
     kind: Any = type(module)
@@ -599,7 +615,7 @@ def _changed_by_forward(module: nn.Module) -> Iterator[str]:
     of_torch = {*module._parameters, *module._buffers, *module._modules}
     yield from (name for name in found.written if name not in of_torch)
     for name, value in own.items():
-        may_change = isinstance(value, GENERATORS) or type(value) in (list, dict, set, deque)
+        may_change = isinstance(value, GENERATORS) or (found.fills and type(value) in _CONTAINERS)
         if name not in found.written and (name in found.counted or (may_change and name in found.read)):
             yield name
 

@@ -249,7 +249,7 @@ class BatchRunner:
         engine.micro_batches = len(in_order)
         if engine.global_steps == 0:
             first = window[0].micro_batches[0]
-            engine.set_train_micro_batch_size(first.size)  # known now; the plan's chain names it
+            engine.take_micro_batch_size(first.size)
         engine.when_losses_are_known = lambda: self._share_results(window)
         engine.before_optimizer_step, engine.around_updates = self._call_hooks, self._outcomes.apart
         engine.around_measurements = lambda: self._measurement(in_order)

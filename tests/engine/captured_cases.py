@@ -248,6 +248,24 @@ class Residual(nn.Module):
         return self.head(x)
 
 
+class Gated(Residual):
+    """Hands on what is detached behind the frozen block, and what one computes without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[:4].requires_grad_(True)
+        self.teacher = nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = self.teacher(x)
+        for place, block in enumerate(self.blocks):
+            x = x + block(x)
+            if place == 6:
+                gate = x.detach()
+        return self.head(x * gate.tanh() + target)
+
+
 def weights_that_are_unfrozen_later(_: Path) -> None:
     """Layers that were captured when they were frozen send no gradients to them: they never trained."""
     batches = [[micro_batch(4 * step + number) for number in range(4)] for step in range(3)]
@@ -269,6 +287,10 @@ def weights_that_are_unfrozen_later(_: Path) -> None:
     net.requires_grad_(True)
     with raised(RuntimeError, words):
         train(engine, batches[2:])
+    net = Gated()
+    layers = deepspeed_partition.layers_of(net, batches[0][0][0])
+    net.requires_grad_(True)
+    train(begin(layers), batches[:1])
 
 
 CASES = [

@@ -294,6 +294,7 @@ class Counts(pipelines.Block):
     def __init__(self, width: int) -> None:
         super().__init__(width)
         self.calls, self.drawn, self.last = 0, [0.0], torch.zeros(1)
+        self.large, self.outputs = torch.zeros(0), [torch.zeros(0)]
         self.generator = torch.Generator().manual_seed(4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -301,6 +302,8 @@ class Counts(pipelines.Block):
         self.last += 1
         self.drawn.append(float(torch.rand(1, generator=self.generator)))
         self.newest = self.drawn[-1]
+        self.large = torch.zeros(2**19)
+        self.outputs = [self.large]
         return super().forward(x) * (1 + 0.1 * self.calls + 0.1 * self.newest + 0.1 * self.last)
 
 
@@ -311,7 +314,18 @@ def what_layers_keep_after_an_error(_: Path) -> None:
         specs[layer] = LayerSpec(Counts, pipelines.WIDTH)
     devices, cuts = MAPS[dist.get_world_size()][0]
     for place, here in (("forward", owns(5)), ("loss", is_last)):
-        check(on(devices, cuts, specs), specs, place, here, at=1, number=2)
+        engine = check(on(devices, cuts, specs), specs, place, here, at=1, number=2)
+        # Large ones would be kept beside those that the next step makes.
+        noted = {name for _, names in engine.attributes_of_forward._places for name in names}
+        engine.attributes_of_forward.remembered()
+        large = [layer for layer in engine.module.modules() if isinstance(layer, Counts)]
+        held = [weakref.ref(layer.large) for layer in large]
+        restore = engine.attributes_of_forward.remembered()
+        for layer in large:
+            layer.large, layer.outputs = torch.zeros(0), []
+        assert all(reference() is None for reference in held)
+        restore()
+        assert not large or {"calls", "drawn", "last", "large", "outputs"} <= noted
 
 
 def random_numbers_after_an_error(_: Path) -> None:

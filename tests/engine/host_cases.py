@@ -46,6 +46,7 @@ from tests.engine.running import (
     start,
     train,
 )
+from tests.engine.warm_up_cases import heard
 
 CONTIGUOUS = {2: [0, 2, 8], 3: [0, 2, 5, 8]}
 MAPS = {
@@ -314,6 +315,16 @@ def initialized_again(_: Path) -> None:
         assert (engine.plan is not None) == is_kept
         train(engine, batches(1))
         assert tuple(engine.module.parts) == engine.options.algorithm
+    # The plan's memory is that of other micro-batches, and of another optimizer's states.
+    for changed, words in (
+        ({"train_micro_batch_size_per_gpu": 2 * pipelines.MICRO_BATCH_SIZE}, "another size of micro-batches than"),
+        ({"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, "another optimizer than"),
+    ):
+        engine.destroy()
+        with heard() as said:
+            engine, _, _ = start(mlp(), "madpipe", {**planned(there), **changed}, module_class=lambda **_: module)
+        assert engine.plan is None and any(words in line for line in said), said
+        train(engine, batches(1, size=engine.train_micro_batch_size_per_gpu()))
 
 
 class Sleeping(nn.Module):

@@ -536,6 +536,21 @@ def planned_otherwise(host: cases.Host) -> dict[str, Any]:
     return {"rows": rows}
 
 
+def planned_for_other_batches(host: cases.Host) -> dict[str, Any]:
+    """A fit of larger batches kept the plan that was made for smaller ones, as if it were planned by the same."""
+    module, rows = cases.seeded(lambda: cases.Classifier(optimizer="sgd")), []
+    for size, words in ((8, None), (16, "another size of micro-batches than")):
+        recorder = cases.Recorder()
+        with Said() as said:
+            trainer = host.trainer(recorder, max_epochs=1, strategy={**CUT, "warmup_epochs": 0})
+            trainer.fit(module, cases.loader(48, size))
+        rows.append(recorder.rows)
+        lines = [line for line in said.lines if "another" in line and "the run before" in line]
+        if host.pipelined and trainer.is_global_zero:
+            assert (words is None and not lines) or (words is not None and words in lines[0]), said.lines
+    return {"rows": rows}
+
+
 def whole_elsewhere(host: cases.Host) -> dict[str, Any]:
     """Each read of a layer that did not come back raises; gather_model() brings it."""
     record: dict[str, Any] = {}
@@ -1211,6 +1226,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         compiled_again,
         unfrozen_and_fitted_again,
         planned_otherwise,
+        planned_for_other_batches,
         layers_that_keep,
         attributes_that_hooks_set,
         buffers_with_gradients,

@@ -342,21 +342,19 @@ class ResumingEngine(MovingEngine):
         )
 
     def _has_places_of(self, saved: Mapping[str, Any]) -> bool:
-        """Whether this rank trains parameters of the same names, or shapes, as the one that saved."""
+        """Whether this rank trains parameters of the same names, or as many, as the one that saved.
+
+        Where all ranks of two contiguous cuts have as many, in the order of the layers, they have the same ones.
+        """
         shapes = saved.get("param_shapes")
         if shapes is not None:
             return [dict(group) for group in shapes] == [dict(group) for group in self._get_zero_param_shapes()]
         there = saved["optimizer"]
-        groups = [group for group in there["param_groups"] if group["params"]]
-        here = [group["params"] for group in self.basic_optimizer.param_groups if group["params"]]
-        if [len(group["params"]) for group in groups] != [len(members) for members in here]:
-            return False
-        return all(
-            not isinstance(value, Tensor) or value.ndim == 0 or value.shape == weight.shape
-            for group, members in zip(groups, here, strict=True)
-            for index, weight in zip(group["params"], members, strict=True)
-            for value in there["state"].get(index, {}).values()
-        )
+        numbers = [
+            [len(group["params"]) for group in groups if group["params"]]
+            for groups in (there["param_groups"], self.basic_optimizer.param_groups)
+        ]
+        return numbers[0] == numbers[1]
 
     @contextmanager
     def _files_named(self) -> Iterator[None]:
@@ -448,9 +446,10 @@ class ResumingEngine(MovingEngine):
         As of 0.19.8 it cannot read what its own ``BF16_Optimizer`` saves.
         """
         assert found.layout is not None
-        there = {key: value for key, value in found.layout.items() if key != "num_forwards"}
-        here = saved_state.describe(self)
-        same = found.is_at_cut_of(self.module) if here is None else here == there
+        there = {key: value for key, value in found.layout.items() if key not in saved_state.NOT_OF_THE_CUT}
+        described = saved_state.describe(self) or {}
+        here = {key: value for key, value in described.items() if key not in saved_state.NOT_OF_THE_CUT}
+        same = found.is_at_cut_of(self.module) if not here else here == there
         return same and there["optimizer"] != "BF16_Optimizer"
 
     def _agreed(self, saved: SavedState) -> dict[str, ParameterState]:

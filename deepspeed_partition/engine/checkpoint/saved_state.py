@@ -49,6 +49,10 @@ KEYS = {
     "FP16_UnfusedOptimizer": ("fp32_groups", "optimizer_state_dict"),
 }
 """The entries of a wrapping optimizer's state with the master weights, and with the wrapped optimizer's state."""
+HAS_MORE = "has_state_of_no_parameter"
+"""The entry that says whether the optimizer of some rank keeps anything in ``state`` for no parameter."""
+NOT_OF_THE_CUT = ("num_forwards", HAS_MORE)
+"""The entries that are others in each step."""
 OF_TORCH = {"state", "param_groups"}
 """The entries of the state that torch's optimizers save."""
 SHARED_AMONG_REPLICAS = ("DeepSpeedZeroOptimizer", "BF16_Optimizer")
@@ -82,12 +86,13 @@ def describe(engine: Any) -> dict[str, Any] | None:
             "file": _file_name(engine),
             "trained": [_described(one, but=_not_trained_here(module)) for one in trained],
         }
-    gathered = gather_objects((mine, is_unknown))
-    if any(unknown for _, unknown in gathered):
+    has_more = not all(map(torch.is_tensor, getattr(engine.basic_optimizer, "state", ())))
+    gathered = gather_objects((mine, is_unknown, has_more))
+    if any(unknown for _, unknown, _ in gathered):
         return None
     writers = [
         entry
-        for entry, _ in gathered
+        for entry, *_ in gathered
         if entry and (entry["replica"] == 0 or kind_of(optimizer) in SHARED_AMONG_REPLICAS)
     ]
     return {
@@ -95,6 +100,7 @@ def describe(engine: Any) -> dict[str, Any] | None:
         "num_ranks": engine.num_stages,
         "num_replicas": engine.grid.get_data_parallel_world_size(),
         "optimizer": None if optimizer is None else kind_of(optimizer),
+        HAS_MORE: any(more for *_, more in gathered),
         "files": sorted(writers, key=lambda entry: (entry["pipe_rank"], entry["replica"])),
     }
 
@@ -221,11 +227,10 @@ class SavedState:
             PlanFormatError: a file is missing or damaged.
             RuntimeError: a state has a form of its own.
         """
-        by_rank: dict[int, Mapping[Any, Any]] = {}
-        for file in self.layout["files"]:
-            by_rank.setdefault(file["pipe_rank"], self._read(_plain(file["file"])).of_no_parameter)
-        if not by_rank:
+        files = {file["pipe_rank"]: _plain(file["file"]) for file in reversed(self.layout["files"])}
+        if not files or not self.layout.get(HAS_MORE, True):
             return {}
+        by_rank = {rank: self._read(name).of_no_parameter for rank, name in files.items()}
         tell_what_differs(kind, list(map(marks_of, by_rank.values())))
         own = by_rank.get(pipe_rank, by_rank[max(by_rank)])
         return {key: copy.deepcopy(value) for key, value in own.items()}

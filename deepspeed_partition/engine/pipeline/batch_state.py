@@ -24,6 +24,7 @@ from deepspeed_partition.engine.runtime.autograd_boundary import (
     DepartedEdges,
 )
 from deepspeed_partition.engine.runtime.boundary_shapes import Shapes
+from deepspeed_partition.engine.runtime.random_state import preserved_random_state, random_state
 from deepspeed_partition.profiling.backward_halves import Halves
 from deepspeed_partition.schedule.instructions import Message
 
@@ -107,12 +108,14 @@ def source_of(iterator: Any) -> Any:
 class BegunWhenRead:
     """The iterator of a loader, begun when it is first read: that draws random numbers, and may start processes.
 
+    The numbers are those that it would have drawn at once, as on ranks that read from the beginning.
+
     Args:
         loader: Any iterable.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
-        self._loader = loader
+        self._loader, self._as_now = loader, random_state()
         self._iterator: Iterator[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -120,7 +123,9 @@ class BegunWhenRead:
 
     def __next__(self) -> Any:
         if self._iterator is None:
-            self._iterator = iter(self._loader)
+            with preserved_random_state():
+                self._as_now()
+                self._iterator = iter(self._loader)
         return next(self._iterator)
 
 

@@ -20,6 +20,9 @@ OPTIONS = (
 )  # fmt: skip
 
 
+SIZE = "size of micro-batches"
+
+
 def planned_by(engine: MadPipeEngine) -> dict[str, Any]:
     """What a plan of ``engine`` depends on beside the model and the machine, by its names."""
     return {
@@ -27,6 +30,9 @@ def planned_by(engine: MadPipeEngine) -> dict[str, Any]:
         "precision": [engine.fp16_enabled(), engine.bfloat16_enabled()],
         "stage of ZeRO": engine.zero_optimization_stage(),
         "number of micro-batches": engine.micro_batches,
+        SIZE: engine.train_micro_batch_size_per_gpu() if engine.knows_micro_batch_size else None,
+        "number of pipelines": engine.grid.data_parallel_size,
+        "optimizer": type(engine.basic_optimizer).__name__,
     }
 
 
@@ -41,6 +47,8 @@ def given_up_if_planned_otherwise(engine: MadPipeEngine, cut: Cut) -> Cut:
     now, present = planned_by(engine), allocation_of(engine.module)
     words = allocation_in_words(present)
     changed = [name for name, value in now.items() if cut.planned_by[name] != value]
+    if None in (now[SIZE], cut.planned_by[SIZE]):  # looked at with the first batch
+        changed = [name for name in changed if name != SIZE]
     if not changed:
         announce(f"the layers stay cut at {words}, as in the run before: this one is planned by the same options")
         return cut
