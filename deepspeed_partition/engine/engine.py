@@ -92,6 +92,7 @@ from deepspeed_partition.engine.runtime.recorded_timeline import Recorder
 from deepspeed_partition.engine.runtime.step_watch import StepWatch
 from deepspeed_partition.engine.runtime.transfers import refuse_blocking_waits
 from deepspeed_partition.engine.runtime.watch import watch
+from deepspeed_partition.engine.warmup.given_plan import check_given_plan
 from deepspeed_partition.engine.warmup.losses_of_batches import take_losses_of_batches
 from deepspeed_partition.engine.warmup.pending_plan import PendingPlan
 from deepspeed_partition.engine.warmup.planned_by import SIZE, given_up_if_planned_otherwise, planned_by
@@ -349,10 +350,13 @@ class MadPipeEngine(ResumingEngine):
         # A plan that an earlier run has made is no user's, who asks for another one now.
         if asked is not None and (cut.plan is None or (cut.is_of_a_run and cut.plan != asked)):
             self._check(asked)
+            check_given_plan(self.options, asked, self.stage_id)
             check_same_model(asked, trainable_parameters(self.module))
             self.recut_to(Cut("plan", asked, planned_by=planned_by(self)), allocation_of(asked))
         elif cut.plan is not None:
             self._check(cut.plan)
+            if not cut.is_of_a_run:
+                check_given_plan(self.options, cut.plan, self.stage_id)
             if self.basic_optimizer is not None:  # frozen weights are evaluated on any cut
                 check_same_model(cut.plan, trainable_parameters(self.module))
             self.plan = cut.plan

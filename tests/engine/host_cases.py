@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import time
 from pathlib import Path
@@ -327,6 +328,20 @@ def initialized_again(_: Path) -> None:
         train(engine, batches(1, size=engine.train_micro_batch_size_per_gpu()))
 
 
+def what_a_given_plan_stands_beside(_: Path) -> None:
+    """The memory that a run says was not asked for, and options of planning were dropped without a word."""
+    most = 2**20
+    plan = dataclasses.replace(looped((0, 1, 0), [0, 3, 6, 8]), peak_memory_bytes=(most, most // 2))
+    words = "the plan needs", "and the option memory says", "leave one of the two out"
+    with raised(PlanMismatchError, *words):
+        start(mlp(), None, {"pipeline": {"madpipe": {"memory": most - 1}}}, plan=plan)
+    for options, is_told in (({"memory": most}, False), ({"recompute": "never", "algorithm": "madpipe"}, True)):
+        with heard() as said:
+            engine, _, _ = start(mlp(), None, {"pipeline": {"madpipe": options}}, plan=plan)
+        lines = [line for line in said if "beside which recompute has no effect" in line]
+        assert bool(lines) == is_told and engine.plan == plan, said
+
+
 class Sleeping(nn.Module):
     def __init__(self, width: int, seconds: float) -> None:
         super().__init__()
@@ -520,7 +535,8 @@ CASES = {
         initialized_again,
         timers_and_profiler_of_deepspeed, installed_plans, layers_that_share_a_buffer,
         a_refused_cut_changes_nothing, an_optimizer_without_parameters_of_a_rank,
-        a_layer_that_was_changed_after_it_was_built, groups_given_as_generators, micro_batches_of_three_members,
+        a_layer_that_was_changed_after_it_was_built,
+        what_a_given_plan_stands_beside, groups_given_as_generators, micro_batches_of_three_members,
         autocast_and_layers_that_run_again,
     ],
     3: [*OF_MAPS, loaders_of_ranks_that_read_nothing],
