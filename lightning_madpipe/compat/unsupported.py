@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dis
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -180,12 +180,13 @@ def notes_on(trainer: Any, module: Any, defaults: Collection[Any]) -> Iterator[s
     Args:
         defaults: Lightning's own ``on_before_backward``, of modules and of callbacks.
     """
-    hooks = {type(owner).__name__: owner.on_before_backward for owner in (module, *trainer.callbacks)}
-    deaf = [name for name, hook in hooks.items() if getattr(hook, "__func__", hook) not in defaults]
+    owners = (module, *trainer.callbacks)
+    hooks = [(type(owner).__name__, owner.on_before_backward) for owner in owners]
+    deaf = _once(name for name, hook in hooks if getattr(hook, "__func__", hook) not in defaults)
     if deaf:
         yield f"on_before_backward of {_list(deaf)} is not called: a pipeline runs many backwards in each step"
-    hooks = {type(owner).__name__: owner.on_before_zero_grad for owner in (module, *trainer.callbacks)}
-    early = [name for name, hook in hooks.items() if not is_librarys(hook)]
+    hooks = [(type(owner).__name__, owner.on_before_zero_grad) for owner in owners]
+    early = _once(name for name, hook in hooks if not is_librarys(hook))
     if early:
         yield (
             f"on_before_zero_grad of {_list(early)} is called before the batches of a step run, and in one "
@@ -213,6 +214,10 @@ def notes_on(trainer: Any, module: Any, defaults: Collection[Any]) -> Iterator[s
         )
     if any(vars(logger).get("_log_graph") for logger in trainer.loggers):
         yield "log_graph=True shows nothing: no rank of a pipeline has the whole graph"
+
+
+def _once(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))
 
 
 def _notes_on_windows(trainer: Any, module: Any) -> Iterator[str]:

@@ -20,6 +20,7 @@ from deepspeed_partition.engine.pipeline.gradient_norms import GradientNorms
 from deepspeed_partition.engine.runtime.environment import warn_once
 from lightning_madpipe.compat.absent_parameters import Absent, reached_in_hooks
 from lightning_madpipe.compat.followed_values import FLAT, GRADIENT, NO_GRADIENT, FollowedValues
+from lightning_madpipe.compat.hook_owners import HookOwners
 from lightning_madpipe.compat.hook_sentences import (
     AFTER_THE_CLOSURE,
     CLEARED,
@@ -84,6 +85,7 @@ class HookWatch:
         self._trainer, self._module, self._optimizers = trainer, module, optimizers
         self._leaves_loop, self._in_flight = leaves_loop, in_flight
         self._is_cut, self._flattened, self._refusal = is_cut, flattened, refusal
+        self._owners = HookOwners(trainer, module)
         self._norms = GradientNorms(
             module.parameters,
             mpu,
@@ -125,23 +127,24 @@ class HookWatch:
     @contextmanager
     def _watched(self, action: str) -> Iterator[Any]:
         with self._profile(action) as profiled:
-            owner, hook = self._hook_of(action)
-            if hook == "lr_scheduler_step" and owner is None:
+            host, hook = self._hook_of(action)
+            if hook == "lr_scheduler_step" and host is None:
                 with self._of_schedule():
                     yield profiled
                 return
-            if owner is None:
+            if host is None:
                 yield profiled
                 if action == "run_training_epoch" and self._is_cut:
                     self._leaves_loop()
                 return
             self._step_is_made = False
+            owner = self._owners.name_of(host)
             place = f"{hook} of {owner}"
             mode = FollowedValues(
                 self._names,
                 self._values,
                 lambda *found: self._tell(owner, hook, *found),
-                lambda: self._states_of(action, hook)(),
+                lambda: self._states_of(host, hook, place)(),
                 lambda *found: self._refuse_write(place, *found),
                 self._buffers_beside,
                 self._in_flight.of_hook(place, sees_gradients=hook in WITH_GRADIENTS),
@@ -205,10 +208,9 @@ class HookWatch:
         kind = type(configs[0].scheduler).__name__ if configs else "schedule"
         return self.of_optimizer("step", kind)
 
-    def _hook_of(self, action: str) -> tuple[str | None, str]:
+    def _hook_of(self, action: str) -> tuple[Any, str]:
         """Whose hook a context of the profiler is around, and its name; None: nobody's that is watched."""
-        place, _, hook = action.rpartition(".")
-        owner = self._owner_of(place)
+        owner, hook = self._owners.of(action), action.rpartition(".")[2]
         is_hook = (hook.startswith("on_") and hook not in NOT_WATCHED) or hook in (
             "optimizer_step",
             "lr_scheduler_step",
@@ -216,20 +218,12 @@ class HookWatch:
         if owner is None or not is_hook:
             return None, hook
         of = getattr(getattr(owner, hook), "__module__", None) or ""
-        return (None if of.partition(".")[0] in OTHERS else type(owner).__name__), hook
+        return (None if of.partition(".")[0] in OTHERS else owner), hook
 
-    def _owner_of(self, place: str) -> Any:
-        if place.startswith("[LightningModule]"):
-            return self._module
-        if place.startswith("[Callback]"):
-            key = place.removeprefix("[Callback]")
-            return next((each for each in self._trainer.callbacks if each.state_key == key), None)
-        return None
-
-    def _states_of(self, action: str, hook: str) -> Callable[[], list[int]]:
-        if action not in self._states:
-            self._states[action] = self._states_for_hook(self._owner_of(action.rpartition(".")[0]), hook)
-        return self._states[action]
+    def _states_of(self, owner: Any, hook: str, place: str) -> Callable[[], list[int]]:
+        if place not in self._states:
+            self._states[place] = self._states_for_hook(owner, hook)
+        return self._states[place]
 
     def _names(self) -> dict[int, str]:
         names = {id(weight): name for name, weight in self._module.named_parameters()}

@@ -128,7 +128,7 @@ class ChangesOfOneRank:
 def _asks_for_rank(owner: Any, name: str, module: Any) -> bool:
     """Whether the code of a hook, or what it calls, may do otherwise on another rank."""
     search = CodeSearch(lambda file: not is_installed(file))
-    search.read(inspect.getattr_static(type(owner), name, None), type(owner))
+    search.read(inspect.getattr_static(owner, name, None), type(owner))  # a LambdaCallback has its own
     if not RANKS.isdisjoint(search.written):
         return True
     called = {name, *search.written}

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from deepspeed_partition.code_names import CodeSearch, is_installed, is_librarys
 from deepspeed_partition.dropped_writing import asked_by_program
 from deepspeed_partition.engine.runtime.environment import warn_once
+from lightning_madpipe.compat.hook_owners import HookOwners
 from lightning_madpipe.compat.running_code import asks_for_its_rank
 from lightning_madpipe.steps import written_files
 from lightning_madpipe.steps.changed_on_one_rank import ChangesOfOneRank
@@ -46,12 +47,13 @@ class HookWriting(written_files.WritingTold):
     def __init__(self, trainer: Any, module: Any, mpu: Any, ignored: Collection[str]) -> None:
         super().__init__("", lambda sentence: None)
         self._changes = ChangesOfOneRank(trainer, module, mpu, ignored)
-        self._trainer, self._module = trainer, module
+        self._owners = HookOwners(trainer, module)
+        self._trainer = trainer
         self._number, self._is_first = mpu.get_pipe_parallel_world_size(), mpu.get_stage_id() == 0
         self.traces: LayerTraces | None = None
         """What layers set on themselves; None until it is known."""
         self._names: dict[str, Collection[str]] = {}
-        self._hooks: dict[str, tuple[str, Any, str] | None] = {}
+        self._hooks: dict[tuple[str, int], tuple[str, Any, str] | None] = {}
         self._noted: set[str] = set()
         self._untold: dict[str, tuple[str, str]] = {}
         """What this rank did, with the hook and the sentence, as long as the first rank has not done it."""
@@ -68,9 +70,10 @@ class HookWriting(written_files.WritingTold):
 
     @contextmanager
     def _profiled(self, action: str) -> Iterator[Any]:
-        if action not in self._hooks:
-            self._hooks[action] = self._hook_of(action)
-        hook = self._hooks[action]
+        owner = self._owners.of(action)
+        if (action, id(owner)) not in self._hooks:
+            self._hooks[action, id(owner)] = self._hook_of(owner, action.rpartition(".")[2])
+        hook = self._hooks[action, id(owner)]
         with self._profile(action) as profiled:
             if hook is None:
                 yield profiled
@@ -88,27 +91,19 @@ class HookWriting(written_files.WritingTold):
             return nullcontext()
         if hook not in self._names:
             search = CodeSearch(lambda file: not is_installed(file))
-            search.read(inspect.getattr_static(type(owner), name, None), type(owner))
+            search.read(inspect.getattr_static(owner, name, None), type(owner))  # a LambdaCallback has its own
             self._names[hook] = search.written
         return self.traces.told_in_hook(hook, self._names[hook])
 
-    def _hook_of(self, action: str) -> tuple[str, Any, str] | None:
-        """The hook of the program that a context of the profiler is around; None: there is none.
-
-        In words, with what has it, and its name.
-        """
-        place, _, hook = action.rpartition(".")
-        owner: Any = self._module
-        if not place.startswith("[LightningModule]"):
-            key = place.removeprefix("[Callback]")
-            owner = next((each for each in self._trainer.callbacks if each.state_key == key), None)
+    def _hook_of(self, owner: Any, hook: str) -> tuple[str, Any, str] | None:
+        """The hook of an owner in words, with both; None: it is no hook of the program."""
         function = getattr(owner, hook, None) if hook.startswith("on_") else None
         if function is None or (is_librarys(type(owner)) and is_librarys(function)):
             return None
         names = getattr(inspect.unwrap(function), "__module__", "") or ""
         if names.endswith((".core.hooks", ".core.module", ".callbacks.callback")):  # it does nothing
             return None
-        return f"{hook} of {type(owner).__name__}", owner, hook
+        return f"{hook} of {self._owners.name_of(owner)}", owner, hook
 
     def _find(self) -> None:
         super()._find()

@@ -323,8 +323,9 @@ def test_what_is_not_available_says_so_on_every_rank(two: Records, reason: str, 
 def test_what_differs_is_said_once(two: Records) -> None:
     assert two.ranks[0]["notes"]["quiet"] == []
     [hook, early, graph] = two.ranks[0]["notes"]["notes"]
-    assert early.startswith("madpipe: on_before_zero_grad of Listener is called before the batches of a step run")
-    assert "on_before_backward of Listener is not called" in hook and "log_graph=True shows nothing" in graph
+    hosts = "Listener, LambdaCallback"
+    assert early.startswith(f"madpipe: on_before_zero_grad of {hosts} is called before the batches of a step run")
+    assert f"on_before_backward of {hosts} is not called" in hook and "log_graph=True shows nothing" in graph
     [precision] = two.ranks[0]["notes"]["mixed"]
     assert "the loss are in bf16" in precision and "self(x).float()" in precision
     assert two.ranks[1]["notes"]["notes"] == two.ranks[1]["notes"]["mixed"] == []
