@@ -74,8 +74,14 @@ OF_TRAINING = ("callbacks", "optimizer_states", "lr_schedulers", OUTSIDE_STATE, 
 """What a checkpoint holds only to go on with training."""
 
 
-IN_THE_ENGINE = {"state_dict": "weights", "optimizer_states": "states of an optimizer"}
+OPTIMIZER_STATES = "optimizer_states"
+IN_THE_ENGINE = {"state_dict": "weights", OPTIMIZER_STATES: "states of an optimizer"}
 """What a checkpoint of one device has beside that, by its key, with words."""
+
+FOR_A_NEW_OPTIMIZER = (
+    "; to begin with a new optimizer, load the weights alone, MyModule.load_from_checkpoint(path), and fit "
+    "without ckpt_path"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,19 +128,49 @@ class LoadedFolder(dict[str, Any]):
 
     The weights and the optimizer's states are in the engine by then, on each rank those of its layers. Where a
     hook has changed the state when it was saved, the state is there as the hook left it.
+
+    To ask whether they are there, in whatever way, raises: code would go on as if the checkpoint had none.
     """
 
     before: WeightsBefore | None = None
     """Set where the state is there."""
 
+    is_fitting = True
+    """Whether the optimizer's states are gone on with. Otherwise a hook that asks for them changes nothing."""
+
     def __missing__(self, key: str) -> Any:
-        if key not in IN_THE_ENGINE:
-            raise KeyError(key)
-        raise AbsentError(
-            f"a hook (on_load_checkpoint) reads checkpoint[{key!r}], and a checkpoint of a pipeline has no "
+        if key in IN_THE_ENGINE:
+            raise self._absent(key, "reads")
+        raise KeyError(key)
+
+    def __contains__(self, key: object) -> bool:
+        if super().__contains__(key):
+            return True
+        if key == "state_dict" or (key == OPTIMIZER_STATES and self.is_fitting):
+            raise self._absent(str(key), "asks for")
+        return False
+
+    def get(self, key: str, default: Any = None) -> Any:
+        _ = key in self  # which raises
+        return super().get(key, default)
+
+    def pop(self, key: str, *default: Any) -> Any:
+        _ = key in self  # which raises
+        return super().pop(key, *default)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key == OPTIMIZER_STATES and self.is_fitting:
+            raise self._absent(key, "sets")
+        super().__setitem__(key, value)
+
+    def _absent(self, key: str, does: str) -> AbsentError:
+        return AbsentError(
+            f"a hook (on_load_checkpoint) {does} checkpoint[{key!r}], and a checkpoint of a pipeline has no "
             f"{IN_THE_ENGINE[key]} there: each rank has loaded those of its layers already. Change these, and "
             "settings of the optimizer such as the learning rate, in on_train_start, "
             '`for group in self.optimizers().param_groups: group["lr"] = 2e-3`, on every rank'
+            + FOR_A_NEW_OPTIMIZER
+            * (key == OPTIMIZER_STATES)
         )
 
 

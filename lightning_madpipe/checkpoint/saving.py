@@ -390,6 +390,7 @@ class Checkpointing(DeepSpeedStrategy):
             self._module, self.pipeline, checkpoint.get(checkpoint_folders.OUTSIDE_STATE, {})
         )
         loaded = checkpoint_folders.LoadedFolder(checkpoint)
+        loaded.is_fitting = fitting
         if before is not None:
             given = refused_together(lambda: checkpoint_folders.given_by_hooks(path, saved, reader))
             own = checkpoint_folders.local_state(self._module, self.pipeline, self._names)
@@ -400,7 +401,7 @@ class Checkpointing(DeepSpeedStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights of an ordinary file; the engine has those of a folder, but for what hooks change."""
-        if "state_dict" not in checkpoint:
+        if "state_dict" not in checkpoint.keys():  # noqa: SIM118 - to ask a folder itself raises
             return
         try:
             before = getattr(checkpoint, "before", None)

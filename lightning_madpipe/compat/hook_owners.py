@@ -27,7 +27,7 @@ class HookOwners:
         self._num_contexts = Counter[str]()
 
     def of(self, action: str) -> Any:
-        """The owner of the hook in the context ``action``, or None. Each context is asked for once, as it begins."""
+        """The owner of the hook in the context ``action``, or None. To be asked once as each context begins."""
         place, _, hook = action.rpartition(".")
         if place.startswith(OF_MODULE):
             return self._module

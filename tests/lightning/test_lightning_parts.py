@@ -142,14 +142,39 @@ def test_batches_that_cannot_be_split(batch: Any, sentence: str) -> None:
 
 
 def test_what_a_checkpoint_of_a_pipeline_does_not_have_is_told_with_the_way_out() -> None:
-    """A hook that set the learning rate in the states of the optimizer met a bare KeyError."""
+    """A hook that set the learning rate in the states of the optimizer met a bare KeyError.
+
+    And one that asked in another way, or that threw the states away for a new optimizer, changed nothing.
+    """
     loaded = LoadedFolder(epoch=1)
-    assert loaded["epoch"] == 1 and "optimizer_states" not in loaded and loaded.get("state_dict") is None
-    with pytest.raises(KeyError) as absent:
-        loaded["optimizer_states"]
-    assert "checkpoint['optimizer_states']" in str(absent.value) and "on_train_start" in str(absent.value)
+    assert loaded["epoch"] == loaded.get("epoch") == loaded.pop("epoch") == 1
+    for asks in (
+        lambda: loaded["optimizer_states"],
+        lambda: loaded.get("optimizer_states", []),
+        lambda: "optimizer_states" in loaded,
+        lambda: loaded.pop("optimizer_states", None),
+        lambda: loaded.__setitem__("optimizer_states", []),
+    ):
+        with pytest.raises(KeyError) as absent:
+            asks()
+        assert "checkpoint['optimizer_states']" in str(absent.value) and "on_train_start" in str(absent.value)
+        assert "to begin with a new optimizer, load the weights alone" in str(absent.value)
+    with pytest.raises(KeyError, match="reads checkpoint\\['state_dict'\\]"):
+        loaded["state_dict"]
+    with pytest.raises(KeyError, match="asks for checkpoint\\['state_dict'\\]"):
+        loaded.get("state_dict")
     with pytest.raises(KeyError, match="'other'"):
         loaded["other"]
+    assert loaded.get("other", 2) == loaded.pop("other", 2) == 2 and "other" not in loaded
+
+
+def test_a_hook_may_set_the_state_and_no_evaluation_asks_for_an_optimizer() -> None:
+    loaded = LoadedFolder()
+    loaded["state_dict"] = {"weight": 1}
+    assert "state_dict" in loaded and loaded.get("state_dict") == {"weight": 1}
+    loaded.is_fitting = False
+    assert "optimizer_states" not in loaded and loaded.get("optimizer_states", []) == []
+    loaded["optimizer_states"] = []
 
 
 def test_fingerprints_tell_batches_apart() -> None:
