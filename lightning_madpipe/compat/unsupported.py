@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from deepspeed_partition.code_names import is_installed, is_librarys
 from deepspeed_partition.module_hooks import MODULE_HOOKS
 from deepspeed_partition.planner.weight_versions import FLUSH, TWO_VERSIONS
+from lightning_madpipe.checkpoint.checkpoint_folders import NOT_ELSEWHERE, is_elsewhere
 from lightning_madpipe.compat.running_code import OTHERS
 from lightning_madpipe.compat.source_lines import line_that_sets
 from lightning_madpipe.module import PipelineCall, outside_pipeline
@@ -161,12 +162,19 @@ def refusals_of_callbacks(trainer: Any, callbacks: Any) -> Iterator[str]:
                 "the learning-rate finder works in 32-true with stage=0 only, because its schedulers do not know "
                 "DeepSpeed's ZeRO, bf16 and fp16 optimizers: find the rate there, and give it to this run"
             )
+        writes_folders = isinstance(callback, callbacks.Checkpoint) and not _saves_weights_only(callback)
+        if writes_folders and is_elsewhere(getattr(callback, "dirpath", None) or ""):
+            yield f"{kind} would write DeepSpeed's folders to {callback.dirpath}: {NOT_ELSEWHERE}"
         io = trainer.strategy.checkpoint_io_plugin
-        if io is not None and isinstance(callback, callbacks.ModelCheckpoint) and not callback.save_weights_only:
+        if io is not None and isinstance(callback, callbacks.ModelCheckpoint) and writes_folders:
             yield (
                 f"{kind} would write DeepSpeed's folders past the plugin {type(io).__name__}: give it "
                 "save_weights_only=True, or leave the plugin out"
             )
+
+
+def _saves_weights_only(callback: Any) -> bool:
+    return bool(getattr(callback, "save_weights_only", False))
 
 
 def clips_by_value(trainer: Any) -> bool:
@@ -214,6 +222,13 @@ def notes_on(trainer: Any, module: Any, defaults: Collection[Any]) -> Iterator[s
         )
     if any(vars(logger).get("_log_graph") for logger in trainer.loggers):
         yield "log_graph=True shows nothing: no rank of a pipeline has the whole graph"
+    uploading = _once(type(logger).__name__ for logger in trainer.loggers if vars(logger).get("_log_model"))
+    if uploading and not all(map(_saves_weights_only, trainer.checkpoint_callbacks)):
+        yield (
+            f"{_list(uploading)}(log_model=...) uploads no checkpoint of a pipeline, because Lightning's loggers "
+            "take files, and these are folders: ModelCheckpoint(save_weights_only=True) writes files, which they "
+            "upload"
+        )
 
 
 def _once(names: Iterable[str]) -> list[str]:

@@ -568,6 +568,11 @@ def _with(configure: Callable[[Any], Any]) -> Any:
     return type("Classifier", (cases.Classifier,), {"configure_optimizers": configure})
 
 
+class _SavesElsewhere(pl.Callback):
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        trainer.save_checkpoint("memory://folder/last.ckpt")
+
+
 def not_available(host: cases.Host) -> dict[str, Any]:
     def of(callback: Any, build: Any = cases.Classifier, **arguments: Any) -> str:
         callbacks = [] if callback is None else [callback]
@@ -587,6 +592,10 @@ def not_available(host: cases.Host) -> dict[str, Any]:
         ),
         "finder": of(shipped.LearningRateFinder(), Rated, strategy={"stage": 1}),
         "plugin": of(shipped.ModelCheckpoint(host.folder / "io"), plugins=[AsyncCheckpointIO()]),
+        "elsewhere": of(shipped.ModelCheckpoint("memory://folder")),
+        "root elsewhere": of(shipped.ModelCheckpoint(), root="memory://root"),
+        "resumed from elsewhere": of(None, ckpt_path="memory://folder/last.ckpt"),
+        "saved elsewhere": of(_SavesElsewhere()),
         "sync_batchnorm": of(None, sync_batchnorm=True),
         "64-true": of(None, precision="64-true"),
         "16-mixed": of(None, precision="16-mixed"),
@@ -631,13 +640,24 @@ def _deaf_lambda() -> pl.Callback:
     return shipped.LambdaCallback(on_before_backward=lambda *_: None, on_before_zero_grad=lambda *_: None)
 
 
+class UploadsModels(CSVLogger):
+    """What tells of ``WandbLogger(log_model="all")`` and ``MLFlowLogger(log_model=True)``."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, name="uploads")
+        self._log_model = "all"
+
+
 def notes(host: cases.Host) -> dict[str, Any]:
     """What is not called and what shows nothing is said once, and only where it matters."""
     said = {}
     board = TensorBoardLogger(str(host.folder / "graph"), log_graph=True)
+    weights_only = shipped.ModelCheckpoint(host.folder / "uploaded", save_weights_only=True)
     for name, callbacks, arguments in (
         ("quiet", [], {}),
         ("notes", [Listener(), _deaf_lambda(), shipped.LambdaCallback()], {"logger": board}),
+        ("uploads", [shipped.ModelCheckpoint(host.folder / "uploads")], {"logger": UploadsModels(host.folder)}),
+        ("uploads files", [weights_only], {"logger": UploadsModels(host.folder)}),
         ("mixed", [], {"precision": "bf16-mixed"}),
     ):
         with warnings.catch_warnings(record=True) as caught:

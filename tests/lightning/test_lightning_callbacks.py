@@ -293,6 +293,13 @@ def test_what_a_checkpoint_holds_runs_no_code(two: Records) -> None:
         ("BatchSizeFinder", "is not supported with distributed strategies"),
         ("ModelPruning", "the callback ModelPruning is not available with a pipeline, because it puts masks"),
         ("finder", "the learning-rate finder works in 32-true with stage=0 only"),
+        ("elsewhere", "DeepSpeed's folders to memory://folder: folders are written by each process to a disk of"),
+        (
+            "root elsewhere",
+            "DeepSpeed's folders to memory://root/checkpoints: folders are written by each",
+        ),
+        ("resumed from elsewhere", "fit resumes from a folder on a disk of this machine"),
+        ("saved elsewhere", "cannot be written: folders are written by each process to a disk of this machine"),
         ("plugin", "past the plugin AsyncCheckpointIO: give it save_weights_only=True"),
         ("sync_batchnorm", "sync_batchnorm is not available"),
         ("64-true", "`precision` must be one of"),
@@ -326,6 +333,9 @@ def test_what_differs_is_said_once(two: Records) -> None:
     hosts = "Listener, LambdaCallback"
     assert early.startswith(f"madpipe: on_before_zero_grad of {hosts} is called before the batches of a step run")
     assert f"on_before_backward of {hosts} is not called" in hook and "log_graph=True shows nothing" in graph
+    [uploads] = two.ranks[0]["notes"]["uploads"]
+    assert "UploadsModels(log_model=...) uploads no checkpoint of a pipeline" in uploads
+    assert two.ranks[0]["notes"]["uploads files"] == []
     [precision] = two.ranks[0]["notes"]["mixed"]
     assert "the loss are in bf16" in precision and "self(x).float()" in precision
     assert two.ranks[1]["notes"]["notes"] == two.ranks[1]["notes"]["mixed"] == []
