@@ -50,7 +50,7 @@ def captured_layers(trainer: Any, module: Any, lightning: Lightning, num_micro_b
 
 
 def _found(trainer: Any, module: Any, lightning: Lightning, num_micro_batches: int) -> PipelineCall:
-    mine = example_batch(trainer, module)
+    mine = raised_together(lambda: example_batch(trainer, module))
     whole = from_rank_0(lambda: mine)
     batch = split_batch(whole, num_micro_batches, ones_apart=True)[0]
     step = STEPS[trainer.state.fn.value]

@@ -1,13 +1,15 @@
 """An example of what a run's steps are given, read from its data before the data's loaders are there.
 
-The first samples of a data set are read in this process, without the loader's sampler and workers. The common
-random numbers and the loader's own are not drawn from, and what the data's own code counts, draws or keeps becomes
-what it was before: of what makes the loaders, data sets, samplers, functions that collate, and loaders of another
-class. A stream that is given to the Trainer as it is, and can be read once, gets back what was read of it.
+The first samples of a data set are read in this process, without the loader's sampler and workers; data that
+need these give the loader's own first batch. The common random numbers and the loader's own are not drawn from, and
+what the data's own code counts, draws or keeps becomes what it was before: of what makes the loaders, data sets,
+samplers, functions that collate, loaders of another class, and hooks that a batch goes through. A stream that is
+given to the Trainer as it is, and can be read once, gets back what was read of it.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -20,12 +22,16 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
 
+from deepspeed_partition.code_names import is_librarys
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
 from deepspeed_partition.profiling.attributes import HeldState
+from lightning_madpipe.finding.step_call import line_of_users
 
 STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 """The step that a run makes first, by the Trainer's function."""
+_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+"""What a batch goes through before a step has it, of the module or of a datamodule."""
 _MOST_BYTES = 2**20
 """Bytes of the largest tensor or array that may be a state of the data's code."""
 _MOST_BYTES_READ = 2**28
@@ -42,30 +48,63 @@ CHANGED = (
 """What is said of data that an example has changed."""
 
 
+class NoExampleError(ValueError):
+    """There is no example of the data, for a reason that is known."""
+
+
 def example_batch(trainer: Any, module: Any) -> Any:
     """The first batch of a run's first loader, as the step would be given it.
 
     Raises:
-        ValueError: there is none that can be read.
+        NoExampleError: there is none that can be read.
     """
     run = str(trainer.state.fn.value)
     loop = trainer.fit_loop if run == "fit" else getattr(trainer, f"{run}_loop")
     source = loop._data_source
-    with preserved_random_state(), _state_of_data_kept([getattr(source.instance, source.name, None)]) as large:
+    called = [getattr(source.instance, source.name, None), *_hooks_of_batches(trainer)]
+    with preserved_random_state(), _state_of_data_kept(called) as large:
         loaders = source.dataloader()
         large.tell_if_changed()
-        if run != "fit" and isinstance(loaders, list | tuple) and loaders:
-            loaders = loaders[0]
-        loaders = getattr(loaders, "iterables", loaders)  # a CombinedLoader
-        if _is_loader(loaders):
-            batch, again = _first_of(loaders)
-            if again is not None and source.instance is loaders:
-                source.instance = again
-        else:
-            batch = tree_map(lambda loader: _first_of(loader)[0], loaders, is_leaf=_is_loader)
-        batch = trainer.precision_plugin.convert_input(batch)
-        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
-        return module._apply_batch_transfer_handler(batch, device=module.device, dataloader_idx=0)
+        try:
+            batch = trainer.precision_plugin.convert_input(_first_of_all(loaders, run, source))
+            batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+            return module._apply_batch_transfer_handler(batch, device=module.device, dataloader_idx=0)
+        except NoExampleError:
+            raise
+        except Exception as error:  # of the program's code
+            raise NoExampleError(
+                f"an example of the data is read before the hooks of {run} have run, and that raises "
+                f"{_in_words(error)}"
+            ) from error
+
+
+def _hooks_of_batches(trainer: Any) -> Iterator[Callable[..., Any]]:
+    """Yield the hooks of the program that a batch goes through."""
+    for name in _HOOKS:  # Lightning's (2.5 to 2.6) choice between the module and a datamodule
+        hook = getattr(trainer._data_connector._datahook_selector.get_instance(name), name)
+        if not is_librarys(hook):
+            yield hook
+
+
+def _in_words(error: Exception) -> str:
+    """An error of the program, with its line; of a loader's worker the last line of what that printed."""
+    lines = str(error).splitlines() or [""]
+    if "in DataLoader worker process" in lines[0]:
+        return f"{lines[-1]} in a worker"
+    return f"{type(error).__name__}: {error} ({line_of_users(error)})"
+
+
+def _first_of_all(loaders: Any, run: str, source: Any) -> Any:
+    """The first batch of a run's loaders, of which ``source`` knows."""
+    if run != "fit" and isinstance(loaders, list | tuple) and loaders:
+        loaders = loaders[0]
+    loaders = getattr(loaders, "iterables", loaders)  # a CombinedLoader
+    if not _is_loader(loaders):
+        return tree_map(lambda loader: _first_of(loader)[0], loaders, is_leaf=_is_loader)
+    batch, again = _first_of(loaders)
+    if again is not None and source.instance is loaders:
+        source.instance = again
+    return batch
 
 
 def _is_loader(value: Any) -> bool:
@@ -171,6 +210,16 @@ def _first_of_many(loader: Any) -> Any:
     if not isinstance(loader, DataLoader):
         _check_begins_again(loader)
         return _next(iter(loader), loader)
+    try:
+        return _first_samples(loader)
+    except NoExampleError:
+        raise
+    except Exception:  # such as that of data that ask for their worker, or for what a sampler gives
+        return _first_by_workers(loader)
+
+
+def _first_samples(loader: DataLoader) -> Any:
+    """A batch of the first samples, without sampler and workers."""
     collates = loader._auto_collation
     if isinstance(loader.dataset, IterableDataset):
         _check_begins_again(loader.dataset)
@@ -184,15 +233,28 @@ def _first_of_many(loader: Any) -> Any:
     return _MapDatasetFetcher(loader.dataset, collates, loader.collate_fn, drop_last=False).fetch(number)
 
 
+def _first_by_workers(loader: DataLoader) -> Any:
+    """The first batch as the loader reads it, with its sampler and workers, which end with that."""
+    again = copy.copy(loader)
+    vars(again)["_iterator"] = None  # persistent workers of the loader itself begin with the run
+    generator = loader.generator
+    before = None if generator is None else generator.get_state()
+    try:
+        return _next(iter(again), loader)
+    finally:
+        if generator is not None:
+            generator.set_state(before)
+
+
 def _check_begins_again(data: Any) -> None:
     """Refuse data that hands out one iterator each time, of which an example would be missing.
 
     Raises:
-        ValueError: it does.
+        NoExampleError: it does.
     """
     first = iter(data)
     if iter(data) is first:
-        raise ValueError(
+        raise NoExampleError(
             f"the data, a {type(data).__name__}, is a stream that can be read once, and an example of it is needed"
         )
 
@@ -201,7 +263,7 @@ def _next(iterator: Iterator[Any], data: Any) -> Any:
     try:
         return next(iterator)
     except StopIteration:
-        raise ValueError(f"the data, a {type(data).__name__}, has no batch") from None
+        raise NoExampleError(f"the data, a {type(data).__name__}, has no batch") from None
 
 
 class _Again:

@@ -14,21 +14,31 @@ from torch import nn
 from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    get_worker_info,
+)
 
 from deepspeed_partition.capture import CaptureError
 from deepspeed_partition.capture.structure import flatten, written_names_of
 from lightning_madpipe.finding.captured_call import CapturedCall, OtherCallError
 from lightning_madpipe.finding.captured_calls import CapturedCalls
-from lightning_madpipe.finding.example_batch import example_batch
+from lightning_madpipe.finding.example_batch import NoExampleError, example_batch
 from lightning_madpipe.finding.step_call import rest_of_arguments
 from lightning_madpipe.module import refuse_other_calls
 from lightning_madpipe.steps.deciding_layers import lines_that_decide
 
 
-def trainer_with(loaders: Any) -> Any:
+def trainer_with(loaders: Any, module: Any = None) -> Any:
     source = SimpleNamespace(instance=loaders, name="train_dataloader", dataloader=lambda: source.instance)
+    selector = SimpleNamespace(get_instance=lambda _: module or pl.LightningModule())
     return SimpleNamespace(
+        _data_connector=SimpleNamespace(_datahook_selector=selector),
         state=SimpleNamespace(fn=SimpleNamespace(value="fit")),
         fit_loop=SimpleNamespace(_data_source=source),
         precision_plugin=SimpleNamespace(convert_input=lambda batch: batch),
@@ -98,6 +108,60 @@ def test_a_stream_gets_its_first_batch_back() -> None:
 def test_a_data_set_that_can_be_read_once_is_refused() -> None:
     with pytest.raises(ValueError, match="can be read once"):
         example_batch(trainer_with(DataLoader(OneWay(), batch_size=2)), MODULE)
+
+
+class AsksForWorker(Dataset[torch.Tensor]):
+    """Shards opened by each worker, and keys that a sampler gives."""
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        return torch.tensor([{"a": 1.0, "b": 2.0}[key], float(get_worker_info().seed >= 0)])
+
+
+def test_data_that_need_workers_and_a_sampler_are_read_with_them() -> None:
+    """A TypeError or a KeyError of the data left the run."""
+    generator = torch.Generator().manual_seed(3)
+    sampler = RandomSampler(["b", "a"], generator=generator)
+    keys = BatchSampler([["b", "a"][number] for number in sampler], 2, drop_last=False)
+    loader = DataLoader(
+        AsksForWorker(), batch_sampler=keys, num_workers=1, persistent_workers=True, generator=generator
+    )
+    own, common = generator.get_state(), torch.get_rng_state()
+    batch = example_batch(trainer_with(loader), MODULE)
+    assert sorted(batch[:, 0].tolist()) == [1, 2] and loader._iterator is None
+    assert torch.equal(own, generator.get_state()) and torch.equal(common, torch.get_rng_state())
+
+
+def test_what_reading_an_example_raises_is_told_with_its_line() -> None:
+    def fails(rows: Any) -> Any:
+        return rows[0]["absent"]
+
+    loader = DataLoader(range(4), collate_fn=fails)  # type: ignore[arg-type]
+    with pytest.raises(NoExampleError, match=r"the hooks of fit have run, .* raises TypeError: .*test_finding"):
+        example_batch(trainer_with(loader), MODULE)
+    loader = DataLoader(range(4), collate_fn=fails, num_workers=1)  # type: ignore[arg-type]
+    with pytest.raises(NoExampleError, match=r"raises TypeError: 'int' object is not subscriptable in a worker"):
+        example_batch(trainer_with(loader), MODULE)
+
+
+class Augments(pl.LightningModule):
+    """Draws, counts and keeps in the hook that a batch goes through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.count, self.seen = torch.Generator().manual_seed(3), 0, []
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.count += 1
+        self.seen.append(self.count)
+        return batch[0] + torch.randint(10, (), generator=self.generator)
+
+
+def test_hooks_that_a_batch_goes_through_draw_no_more_than_in_one_process() -> None:
+    """Their generators and counters moved on by a batch where the Trainer was given the loader itself."""
+    module = Augments()
+    before = module.generator.get_state()
+    example_batch(trainer_with(numbers(), module), module)
+    assert module.count == 0 and module.seen == [] and torch.equal(module.generator.get_state(), before)
 
 
 class WithLoss(nn.Module):
