@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import connection
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from deepspeed_partition.engine.runtime.environment import announce, leave_together
 from deepspeed_partition.engine.runtime.watch import GRACE_SECONDS, leave_at_once
@@ -60,8 +61,8 @@ class RunOfRanks:
     """``callback_metrics`` and ``logged_metrics``."""
     progress: dict[str, Any] | None
     """The state of the loop of fit: epochs and steps."""
-    checkpoints: list[dict[str, Any]]
-    """Per checkpoint callback, what it has found."""
+    checkpoints: dict[str, dict[str, Any]]
+    """What each checkpoint callback has found, by its ``state_key``."""
     plan: Plan | None
 
 
@@ -202,31 +203,49 @@ class ForkedRanks:
                 raise RuntimeError(f"the process of rank {rank} has ended: {_in_words(process.exitcode)}")
 
     def _take_over(self, run: RunOfRanks, trainer: Any) -> None:
-        module, strategy = trainer.lightning_module, self._strategy
+        if run.progress is not None:
+            self._take_over_weights(run, trainer.lightning_module)  # first: they are what a fit is for
+            self._strategy.plan_of_ranks = run.plan
+            trainer.fit_loop.load_state_dict(run.progress)
         trainer.state = run.trainer_state
         for mine, theirs in zip((trainer.callback_metrics, trainer.logged_metrics), run.metrics, strict=True):
             mine.update(theirs)
-        for callback, found in zip(trainer.checkpoint_callbacks, run.checkpoints, strict=True):
-            vars(callback).update(found)
-        if run.progress is None:
-            return
-        strategy.plan_of_ranks = run.plan
-        trainer.fit_loop.load_state_dict(run.progress)
+        callbacks = {callback.state_key: callback for callback in trainer.checkpoint_callbacks}
+        for key in callbacks.keys() & run.checkpoints.keys():
+            vars(callbacks[key]).update(run.checkpoints[key])
+        lost = sorted(run.checkpoints.keys() - callbacks.keys())
+        if lost:
+            self._lightning.warn(
+                f"{', '.join(lost)} came from configure_callbacks in the ranks, and has ended there with its "
+                "best_model_path; its checkpoints are where it wrote them. Give it to Trainer(callbacks=[...])"
+            )
+
+    def _take_over_weights(self, run: RunOfRanks, module: Any) -> None:
         if run.weights is None:
             self._lightning.warn(
                 "the module has the weights that it had before fit, because rank 0 had no room for the whole "
                 "model: load them from a checkpoint that fit has written"
             )
             return
+        _take_over_buffers({**run.weights, **run.buffers}, module)
         lost = module.load_state_dict(run.weights, strict=False).unexpected_keys
         if lost:
             self._lightning.warn(
                 f"{', '.join(lost[:3])} and the like were made in the ranks, and have ended there"
             )
-        buffers = dict(module.named_buffers())
-        for name, value in run.buffers.items():
-            if name in buffers and buffers[name].shape == value.shape:
-                buffers[name].copy_(value)
+
+
+def _take_over_buffers(found: Mapping[str, Any], module: nn.Module) -> None:
+    """Let the buffers of a module be those of the ranks, in which they may have grown."""
+    for path, part in module.named_modules():
+        for name, buffer in list(part._buffers.items()):
+            value = found.get(f"{path}.{name}" if path else name)
+            if value is None:
+                continue
+            if buffer is not None and buffer.shape == value.shape:
+                buffer.copy_(value)
+            else:
+                part._buffers[name] = value
 
 
 def refuse_initialized_process(lightning: Lightning) -> None:
@@ -342,10 +361,10 @@ def _run_of(trainer: Any, returned: Any) -> RunOfRanks:
     if fitting and (pipeline is None or pipeline.is_whole):
         weights = state
         buffers = {name: buffer for name, buffer in module.named_buffers() if name not in state}
-    found = [
-        {name: vars(callback)[name] for name in OF_CHECKPOINTS if name in vars(callback)}
+    found = {
+        callback.state_key: {name: vars(callback)[name] for name in OF_CHECKPOINTS if name in vars(callback)}
         for callback in trainer.checkpoint_callbacks
-    ]
+    }
     return RunOfRanks(
         returned=returned,
         trainer_state=trainer.state,
