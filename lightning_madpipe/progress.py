@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from deepspeed_partition.engine import MadPipeEngine
@@ -14,10 +16,11 @@ class Phase:
 
     Args:
         trainer: Lightning's, whose bar may be its own, another one, or none.
+        watched: Makes a context in which the bar's own ``get_metrics`` is run.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, watched: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self._trainer, self._watched = trainer, watched
         self._bar = trainer.progress_bar_callback
         self._now = ""
         self._own = None if self._bar is None else vars(self._bar).get("get_metrics")
@@ -46,7 +49,8 @@ class Phase:
                 self._bar.get_metrics = self._own
 
     def _with_phase(self, *arguments: Any, **options: Any) -> dict[str, Any]:
-        metrics: dict[str, Any] = self._shown(*arguments, **options)
+        with self._watched():
+            metrics: dict[str, Any] = self._shown(*arguments, **options)
         return {"madpipe": self._now, **metrics} if self._now else metrics
 
 

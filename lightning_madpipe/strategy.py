@@ -532,7 +532,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
                     ),
                 )
             self._watch_optimizer()
-            self._phase = Phase(trainer)
+            watch, bar = self._hook_watch, trainer.progress_bar_callback
+            self._phase = Phase(trainer, nullcontext if watch is None else watch.of_progress_bar(bar))
             self.deepspeed_engine.tell_phase = self._phase.tell
             self._figures = LoggedFigures(trainer, self.deepspeed_engine)
         self._start_runner(trainer)

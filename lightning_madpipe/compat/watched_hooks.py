@@ -16,6 +16,7 @@ from typing import Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
+from deepspeed_partition.code_names import is_librarys
 from deepspeed_partition.engine.pipeline.gradient_norms import GradientNorms
 from deepspeed_partition.engine.runtime.environment import warn_once
 from lightning_madpipe.compat.absent_parameters import Absent, reached_in_hooks
@@ -49,7 +50,13 @@ PRE_HOOK, POST_HOOK = "the step pre hook", "the step post hook"
 """How the names begin of what an optimizer runs before its closure, with the gradients of the step before, and
 behind its step."""
 
-NOT_WATCHED = ("on_save_checkpoint", "on_load_checkpoint", "on_exception")
+NOT_WATCHED = ("on_load_checkpoint", "on_exception")
+
+SUMS = (SEVERAL, NUMBERS_OF_SEVERAL, ELEMENTS_OF_SEVERAL)
+"""What is told of numbers that are made of several parameters.
+
+In ``on_save_checkpoint`` nothing else is: it is there to ask for the state, of which ``hooks_on_state`` knows.
+"""
 
 
 class HookWatch:
@@ -137,8 +144,12 @@ class HookWatch:
                 if action == "run_training_epoch" and self._is_cut:
                     self._leaves_loop()
                 return
-            self._step_is_made = False
             owner = self._owners.name_of(host)
+            if hook == "on_save_checkpoint":
+                with self._sums_told(owner, hook):
+                    yield profiled
+                return
+            self._step_is_made = False
             place = f"{hook} of {owner}"
             mode = FollowedValues(
                 self._names,
@@ -185,6 +196,23 @@ class HookWatch:
         is_behind = name.startswith(POST_HOOK)
         settings = self._in_flight.with_settings(f"{name} of {owner}") if is_behind else nullcontext()
         with alone, settings, masters, told, reached_in_hooks(self._module, f"{name} of {owner}"):
+            yield
+
+    def of_progress_bar(self, bar: Any) -> Callable[[], AbstractContextManager[None]]:
+        """Return what watches ``get_metrics`` of a progress bar each time, where the program wrote it."""
+        if bar is None or is_librarys(bar.get_metrics):
+            return nullcontext
+        return lambda: self._sums_told(type(bar).__name__, "get_metrics")
+
+    @contextmanager
+    def _sums_told(self, owner: str, hook: str) -> Iterator[None]:
+        """Tell of numbers that are made of several parameters meanwhile, and of nothing else."""
+
+        def tell(found: str, names: Iterable[str]) -> None:
+            if found in SUMS:
+                self._tell(owner, hook, found, names)
+
+        with self._instead(FollowedValues(self._names, self._values, tell, list)):
             yield
 
     @contextmanager
@@ -244,7 +272,7 @@ class HookWatch:
 
     def _tell(self, owner: str, hook: str, found: str, names: Iterable[str]) -> None:
         kind: str | None = found
-        if found in (SEVERAL, NUMBERS_OF_SEVERAL, ELEMENTS_OF_SEVERAL, WHOLE_STATE):
+        if found in (*SUMS, WHOLE_STATE):
             kind = found if is_of_the_user(sys._getframe()) else None
         elif found in (GRADIENT, NO_GRADIENT):
             kind = self._kind_of_gradient(hook, is_there=found == GRADIENT)

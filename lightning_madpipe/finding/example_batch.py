@@ -3,8 +3,8 @@
 The first samples of a data set are read in this process, without the loader's sampler and workers; data that
 need these give the loader's own first batch. The common random numbers and the loader's own are not drawn from,
 and what the data's own code counts, draws or keeps becomes what it was before: of what makes the loaders, data
-sets, samplers, functions that collate, loaders of another class, and hooks that a batch goes through. A stream that
-is given to the Trainer as it is, and can be read once, gets back what was read of it.
+sets, samplers, functions that collate, loaders of another class, and hooks that a batch goes through. A stream
+that is given to the Trainer as it is, and can be read once, gets back what was read of it.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pytorch_lightning.callbacks import Callback, LambdaCallback
+from pytorch_lightning.callbacks import Callback, LambdaCallback, ModelCheckpoint, TQDMProgressBar
 from pytorch_lightning.utilities import grad_norm, rank_zero_only
 from torch import nn
 from torch.nn import functional as F
@@ -1564,8 +1564,28 @@ def groups_found_by_parameters(host: Host) -> dict[str, Any]:
 
 SAID_OF_HOOKS = (
     "on_", "training_step counts", "trainer.world_size is", "trainer.num_devices is", "the step p", "step of",
-    "state_dict() of", "WORLD_SIZE of", "torch.distributed.get_world_size() is",
+    "state_dict() of", "get_metrics of", "WORLD_SIZE of", "torch.distributed.get_world_size() is",
 )  # fmt: skip
+
+
+class NormInSave(Module):
+    """Writes a number of all weights into a checkpoint."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["norm"] = sum(weight.norm() for weight in self.parameters())
+
+
+class CopiesInSave(Module):
+    """Takes what each weight gives into a checkpoint."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["copies"] = {name: weight.detach().clone() for name, weight in self.named_parameters()}
+        checkpoint["names"] = list(self.state_dict())
+
+
+class NormBar(TQDMProgressBar):
+    def get_metrics(self, trainer: Any, model: Any) -> Any:
+        return {**super().get_metrics(trainer, model), "norm": sum(float(w.norm()) for w in model.parameters())}
 
 
 def told_of_hooks(host: Host) -> dict[str, Any]:
@@ -1602,6 +1622,9 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
         SetOnRankZero, SetByRank, DecidedByBuffer, BufferLogged,
     ):  # fmt: skip
         run(build.__name__, build)
+    for build in (NormInSave, CopiesInSave):
+        run(build.__name__, build, ModelCheckpoint(host.folder / build.__name__))
+    run("NormBar", Module, NormBar(), enable_progress_bar=True)
     run("LearnedWeightsOfFound", LearnedWeightsOfFound, strategy={"algorithm": None})
     run("ClampedInStep", ClampedInStep, strategy={"warmup_steps": 2})
     run("HeadClamped", HeadClamped, strategy={"warmup_steps": 2})

@@ -298,6 +298,9 @@ def test_what_hooks_write_into_weights_lasts(two: Records, precision: str, toler
         ("StepReplaced", "step of SGD computes with several parameters or gradients together"),
         ("ScheduledByWeights", "step of RateOfWeights takes numbers out of several parameters"),
         ("StatesAsked", "state_dict() of the optimizer is asked for, which has the states of this rank's"),
+        # A sum of one rank's weights went into a checkpoint, and into the bar.
+        ("NormInSave", "on_save_checkpoint of NormInSave computes with several parameters or gradients together"),
+        ("NormBar", "get_metrics of NormBar takes numbers out of several parameters"),
         ("looking zero", "under stage=1, bf16 and fp16 those of a step lie in flat buffers of DeepSpeed's"),
         ("looking bf16", "under stage=1, bf16 and fp16 those of a step lie in flat buffers of DeepSpeed's"),
     ],
@@ -335,6 +338,7 @@ def test_gradients_that_a_hook_clears_are_not_told(two: Records) -> None:
     assert all(rank["told_of_hooks"]["DrawnBySeeds"]["said"] == [] for rank in two.ranks)
     assert all(rank["told_of_hooks"]["ZeroingGradients"]["said"] == [] for rank in two.ranks)
     assert all(rank["told_of_hooks"]["CopyingItself"]["said"] == [] for rank in two.ranks)
+    assert all(rank["told_of_hooks"]["CopiesInSave"]["said"] == [] for rank in two.ranks)
     assert all(rank["told_of_hooks"]["StepReplacedByItself"]["said"] == [] for rank in two.ranks)
     assert all(rank["told_of_hooks"]["WeighedOnAll"]["said"] == [] for rank in two.ranks)
 
