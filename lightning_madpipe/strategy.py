@@ -52,7 +52,7 @@ from lightning_madpipe.compat.number_types import convert_but_complex, leave_typ
 from lightning_madpipe.compat.optimizer_hooks import OptimizerHooks, tell_of_states
 from lightning_madpipe.compat.optimizers import configured_optimizer, tell_of_zeros
 from lightning_madpipe.compat.rests import Rests
-from lightning_madpipe.compat.signals import end_together_on_sigterm
+from lightning_madpipe.compat.signals import SignalsTogether
 from lightning_madpipe.compat.unsupported import clips_by_value
 from lightning_madpipe.compat.watched_hooks import HookWatch
 from lightning_madpipe.compat.weights_in_flight import WeightsInFlight
@@ -537,7 +537,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             self.deepspeed_engine.tell_phase = self._phase.tell
             self._figures = LoggedFigures(trainer, self.deepspeed_engine)
         self._start_runner(trainer)
-        end_together_on_sigterm(trainer, self.deepspeed_engine, self.launcher)
+        SignalsTogether(trainer, self.deepspeed_engine, self.launcher)
         self.barrier()
 
     def _watch_optimizer(self) -> None:

@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+from pytorch_lightning.trainer.connectors import signal_connector
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -61,6 +63,8 @@ CASES = {
     "sigterm_to_rank_0": Case("layer", 0, "after this batch", (0, 0)),
     "sigterm_to_rank_1": Case("layer", 1, "after this batch", (0, 0)),
     "sigterm_to_all": Case("layer", -1, "after this batch", (0, 0)),
+    "slurm_asks_rank_1": Case("layer", 1, "requeued: scontrol requeue 7", (0, 0)),
+    "slurm_asks_all": Case("layer", -1, "requeued: scontrol requeue 7", (0, 0)),
     "sigint_in_a_layer_of_rank_1": Case("layer", 1, "KeyboardInterrupt", (1, 1)),
     "sigint_in_a_layer_of_rank_0": Case("layer", 0, "KeyboardInterrupt", (1, 1)),
     "sigint_in_a_hook_of_rank_1": Case("on_train_batch_start", 1, "KeyboardInterrupt", (1, 1)),
@@ -93,7 +97,21 @@ def action_of(name: str) -> Callable[[], None]:
         return send(signal.SIGTERM)
     if name.startswith("sigint"):
         return send(signal.SIGINT)
+    if name.startswith("slurm"):
+        return send(signal.SIGUSR1)
     return leave if name.startswith("exit") else fail
+
+
+class Slurm(TorchElasticEnvironment, SLURMEnvironment):
+    """Ranks of this job, as if SLURM had started them."""
+
+    def __init__(self) -> None:
+        self.auto_requeue, self.requeue_signal = True, signal.SIGUSR1
+
+
+def requeue(command: list[str]) -> int:
+    print("requeued:", " ".join(command))
+    return 0
 
 
 class Trap:
@@ -213,16 +231,19 @@ def rank_of(name: str, folder: Path, rank: int) -> None:
     host = cases.Host(folder, 2, pipelined=True)
     keep = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1)
 
-    def fit() -> list[list[float]]:
+    as_slurm = {"plugins": [Slurm()], "default_root_dir": folder} if name.startswith("slurm") else {}
+    os.environ["SLURM_JOB_ID"], signal_connector.call = "7", requeue
+
+    def fit(path: Path | None = None) -> list[list[float]]:
         pl.seed_everything(0, verbose=False)
         recorder = cases.Recorder()
         trainer = host.trainer(
             Springs(case.what, case.rank < 0), recorder, keep if case.what == "on_save_checkpoint" else Callback(),
             max_epochs=2, enable_checkpointing=case.what == "on_save_checkpoint",
-            strategy={"algorithm": [0, 4, 8]},
+            strategy={"algorithm": [0, 4, 8]}, **as_slurm,
         )  # fmt: skip
         data = loader_of(case.what, mine)
-        trainer.fit(Model(case.what, case.rank), data, cases.loader(16, seed=3))
+        trainer.fit(Model(case.what, case.rank), data, cases.loader(16, seed=3), ckpt_path=path)
         return recorder.rows
 
     if name.endswith("caught") and not mine:
@@ -230,6 +251,10 @@ def rank_of(name: str, folder: Path, rank: int) -> None:
             fit()
         except Exception as error:  # whatever it is: the script goes on
             print(f"caught: {type(error).__name__}")
+    if name.startswith("slurm"):
+        assert len(fit()) == NUM_STEPS, "it was to go on"
+        assert len(fit(folder / "hpc_ckpt_1.ckpt")) == NUM_STEPS - AT_STEP - 1, "it was to be saved when asked"
+        return
     if not name.startswith("caught"):
         fit()
         assert not name.startswith("sig"), "it was to end before"
