@@ -670,7 +670,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
                 self._rests.end()
                 self._rests = None
             if self._metrics is not None:
-                self._metrics.end()
+                self._metrics.end(self._data_parallel_group())
                 self._metrics = None
             self._stop_watching_hooks()
             self._engine.retire()

@@ -10,7 +10,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
+from weakref import ref
 
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -67,6 +69,50 @@ def metrics_of_callbacks(callbacks: Iterable[Any], module: nn.Module) -> list[Me
     return [part for value in modules for part in value.modules() if isinstance(part, Metric)]
 
 
+class GathersBetweenPipelines:
+    """Stands as ``dist_sync_fn`` in a metric: a script may ask it for its value when a run has ended, too.
+
+    What a script tells the metric then is each process's own again. A file of the metric has none of this, so that
+    it is read where this package is missing; copies in this process have it, as those of a MetricTracker.
+
+    Args:
+        metric: Whose function it is.
+        gather: A tensor of each pipeline, while the run lasts.
+    """
+
+    def __init__(self, metric: Metric, gather: Callable[[Tensor], list[Tensor]]) -> None:
+        self._metric, self._gather = ref(metric), gather
+        self._is_latest: Callable[[], bool] = lambda: True
+        self._num_updates: int | None = None
+        """The metric's calls of ``update`` when the run ended; None while it lasts."""
+
+    def run_ends(self, group: Any, is_latest: Callable[[], bool]) -> None:
+        """Gather from a group from now on, as long as the state is the run's.
+
+        Args:
+            group: Has a rank of each pipeline.
+            is_latest: Whether no other Trainer has run the module since.
+        """
+        metric = self._metric()
+        self._num_updates = 0 if metric is None else metric._update_count
+        self._gather, self._is_latest = partial(gathered, group=group), is_latest
+
+    def __call__(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
+        return self._gather(tensor) if self._is_of_run() else gathered(tensor, group)
+
+    def _is_of_run(self) -> bool:
+        if self._num_updates is None:
+            return True
+        metric = self._metric()
+        return metric is not None and metric._update_count == self._num_updates and self._is_latest()
+
+    def __deepcopy__(self, _: Any) -> GathersBetweenPipelines:
+        return self
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
 class BetweenPipelines:
     """Lets metrics gather their states between pipelines, and not from all ranks, of which several have the same.
 
@@ -83,24 +129,30 @@ class BetweenPipelines:
         self, module: nn.Module, callbacks: Callable[[], Iterable[Any]], gather: Callable[[Tensor], list[Tensor]]
     ) -> None:
         self._module, self._callbacks, self._gather = module, callbacks, gather
-        self._changed: list[Metric] = []
+        self._set: dict[int, GathersBetweenPipelines] = {}
+        """What was set in this run, by its ``id``."""
         self.look()
 
     def look(self) -> None:
         """Take also metrics that hooks have made since the last look."""
-        gather = self._gather
         found = [*metrics_of(self._module).values(), *metrics_of_callbacks(self._callbacks(), self._module)]
         for metric in found:
-            if metric.process_group is None and metric.dist_sync_fn is None:
-                # Not the process group itself, which cannot be copied, and a MetricTracker copies its metric.
-                metric.dist_sync_fn = lambda tensor, group=None: gather(tensor)
-                self._changed.append(metric)
+            own = metric.dist_sync_fn
+            is_free = own is None or (isinstance(own, GathersBetweenPipelines) and id(own) not in self._set)
+            if metric.process_group is None and is_free:
+                metric.dist_sync_fn = own = GathersBetweenPipelines(metric, self._gather)
+                self._set[id(own)] = own
 
-    def end(self) -> None:
-        """Let all of them be as before."""
-        for metric in self._changed:
-            metric.dist_sync_fn = None
-        self._changed.clear()
+    def end(self, group: Any) -> None:
+        """Let the metrics go on without the strategy, as long as they have what this run has told them.
+
+        Args:
+            group: Has a rank of each pipeline.
+        """
+        trainer = self._module.trainer
+        for own in self._set.values():
+            own.run_ends(group, lambda: self._module._trainer is trainer)
+        self._set.clear()
 
 
 def gathered(tensor: Tensor, group: Any) -> list[Tensor]:

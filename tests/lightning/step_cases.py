@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import pickle
 import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
@@ -482,6 +483,7 @@ class Confusions(Callback):
 
     def __init__(self) -> None:
         self.own, self.held, self.totals = MulticlassConfusionMatrix(cases.NUM_CLASSES), {"sum": SumMetric()}, []
+        self.kept = SumMetric()
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         pl_module.made = SumMetric()
@@ -491,6 +493,7 @@ class Confusions(Callback):
 
     def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
         self.own.update(batch[1], batch[1])
+        self.kept.update(len(batch[1]))
         for metric in (self.held["sum"], pl_module.made, self.late):
             metric.update(len(batch[1]))
 
@@ -502,11 +505,15 @@ class Confusions(Callback):
 
 
 def metrics_of_hooks(host: Host) -> dict[str, Any]:
-    """Their states were gathered from both ranks, and counted twice."""
+    """Their states were gathered from both ranks, and counted twice, and so they were by the script after fit."""
     callback = Confusions()
     trainer = host.trainer(callback, max_epochs=2)
     trainer.fit(seeded(cases.Classifier), cases.loader(37), cases.loader(21, seed=3))
-    return {"totals": callback.totals}
+    kept, copy = callback.kept, pickle.loads(pickle.dumps(callback.kept))
+    record = {"totals": callback.totals, "after fit": float(kept.compute())}
+    kept.reset()
+    kept.update(1.0)  # which is each process's own
+    return {**record, "own": float(kept.compute()) / host.num_processes, "in a file": copy.dist_sync_fn is None}
 
 
 class LeftInWindow(cases.Classifier):
