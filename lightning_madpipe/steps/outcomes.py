@@ -372,15 +372,31 @@ class Outcomes:
         errors = gather_objects(None if error is None else portable(error), group)
         return error or next(theirs for theirs in errors if theirs is not None)
 
-    def log_again(self, result: StepResult) -> None:
-        """Log what a step has logged, on this rank."""
-        for log_call in result.log_calls:
-            value = log_call["value"]
-            if isinstance(value, MetricValue):
-                metric = self._module.get_submodule(value.path)
-                metric._forward_cache = value.batch_value  # what Lightning takes for the value on_step
-                log_call = {**log_call, "value": metric}
-            self._module.log(**log_call)
+    def log_again(self, result: StepResult, batch: Any) -> None:
+        """Log what a step has logged for a batch, on this rank.
+
+        Where it has given no ``batch_size``, the host finds one in the batch, and says so where that is in doubt.
+        """
+        with _batch_of_logs(self._trainer._results, batch):
+            for log_call in result.log_calls:
+                value = log_call["value"]
+                if isinstance(value, MetricValue):
+                    metric = self._module.get_submodule(value.path)
+                    metric._forward_cache = value.batch_value  # what Lightning takes for the value on_step
+                    log_call = {**log_call, "value": metric}
+                self._module.log(**log_call)
+
+
+@contextmanager
+def _batch_of_logs(results: Any, batch: Any) -> Iterator[None]:
+    """Let Lightning (2.5 to 2.6) weight what is logged by this batch: those of a window are logged at its end."""
+    before = results.batch, results.batch_size
+    results.batch, results.batch_size = batch, None
+    try:
+        yield
+    finally:
+        if before[0] is not batch:
+            results.batch, results.batch_size = before
 
 
 def _names_in(contents: Sequence[Sequence[Changed]]) -> str:

@@ -360,7 +360,7 @@ class BatchRunner:
                 except ShapeError as error:
                     self._refuse_other_sizes(error)
                 [result] = self._outcomes.share_with_pipeline([run])
-        self._outcomes.log_again(result)
+        self._outcomes.log_again(result, run.whole.data)
         if self._reading.is_read(step):
             return result.returned
         return None if result.loss is None else torch.tensor(result.loss, device=self._device)
@@ -427,8 +427,8 @@ class BatchRunner:
         self._results = self._outcomes.share_with_pipeline(window)
         for run in window:
             self._originals.write_back(run.number)
-        for result in self._results:
-            self._outcomes.log_again(result)
+        for run, result in zip(window, self._results, strict=True):
+            self._outcomes.log_again(result, run.whole.data)
 
     # Micro-batches
 

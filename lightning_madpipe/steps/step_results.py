@@ -153,6 +153,9 @@ def merged_logs(
         rules: How means are merged, one for all or by name: weighted by ``samples``, which is the default, or as
             the ``loss`` is; or as a ``sum``.
         logged_sizes: What is known of each ``batch_size`` from the batches before; None: nothing.
+
+    Returns:
+        Calls with a ``batch_size`` where the step gives one.
     """
     logged_sizes = LoggedSizes() if logged_sizes is None else logged_sizes
     # The k-th call with a name is merged with the k-th call of the other micro-batches.
@@ -179,7 +182,9 @@ def merged_logs(
             value = _weighted_sum(values, shares if rule == "loss" else [1.0] * len(values))
         else:
             value = _reduced(first, values, weights.of_pieces)
-        merged.append({**first, "value": value, "batch_size": weights.of_batch})
+        # Without one Lightning looks at the batch, whose weight in a mean need not be its number of samples.
+        of_batch = {"batch_size": weights.of_batch} if any(given) else {}
+        merged.append({**first, "value": value, **of_batch})
     return merged
 
 

@@ -465,6 +465,39 @@ def logged_sizes(host: Host) -> dict[str, Any]:
     return records
 
 
+class ScaledBatches(cases.Classifier):
+    """Is given a number for the batch before its samples, by which Lightning takes the batch for one sample."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = F.cross_entropy(self(batch["x"]), batch["y"]) * batch["scale"]
+        self.log("loss", loss, on_epoch=True)
+        self.log("samples", loss, on_epoch=True, batch_size=len(batch["y"]))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self(batch["x"]), batch["y"]))
+
+
+def _scaled(items: list[Any]) -> dict[str, torch.Tensor]:
+    x, y = torch.utils.data.default_collate(items)
+    return {"scale": torch.tensor(2.0), "x": x, "y": y}
+
+
+def scaled_batches(host: Host) -> dict[str, Any]:
+    """Lightning weights a batch in the mean of an epoch by what it finds in it first, and says so."""
+    records = {}
+    for name, arguments in (("each", {}), ("window", {"accumulate_grad_batches": 2})):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer = host.trainer(max_epochs=1, **arguments)
+            data = DataLoader(cases.samples(36), batch_size=16, collate_fn=_scaled)
+            trainer.fit(seeded(ScaledBatches), data, DataLoader(cases.samples(18), 16, collate_fn=_scaled))
+        told = [str(each.message) for each in caught if "ambiguous collection" in str(each.message)]
+        is_told = any(told) if trainer.is_global_zero and name == "each" else None  # once in a process
+        records[name] = {**plain(dict(trainer.callback_metrics)), "told": is_told}
+    return records
+
+
 def with_metrics(host: Host) -> dict[str, Any]:
     module = seeded(WithMetrics)
     trainer = host.trainer(num_sanity_val_steps=1)
@@ -1071,7 +1104,7 @@ def collectives(host: Host) -> dict[str, Any]:
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     2: [
         predictions, default_predictions, returned, left_behind, with_metrics, metrics_of_hooks, weights_left_out,
-        logs_everywhere, shown, summed, skips, rank_zero, global_board, logged_sizes, contrasts,
+        logs_everywhere, shown, summed, skips, rank_zero, global_board, logged_sizes, scaled_batches, contrasts,
         *loop_cases.SAME_AS_SINGLE[2],
     ],
     4: [predictions, left_behind, replicated_metrics, contrasts],

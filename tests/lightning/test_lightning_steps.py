@@ -61,6 +61,13 @@ def test_two_stages_do_what_one_process_does(two: Records, case: str) -> None:
     assert_same(two.of(case), two.reference[case])
 
 
+def test_a_batch_weighs_what_the_host_finds_in_it(two: Records) -> None:
+    """Batches weighed by their samples in means of epochs, and Lightning's line about it was missing."""
+    assert_same(two.ranks[0]["scaled_batches"], two.reference["scaled_batches"])
+    for name, record in two.ranks[1]["scaled_batches"].items():
+        assert_same({**record, "told": None}, {**two.reference["scaled_batches"][name], "told": None})
+
+
 def test_what_a_run_leaves_out_is_told_or_refused(two: Records) -> None:
     """Batches of a window, and states of the optimizer, were lost; one pipeline waited for another."""
     found = [rank["told_or_refused"] for rank in two.ranks]
