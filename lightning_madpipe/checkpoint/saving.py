@@ -24,6 +24,7 @@ from deepspeed_partition.engine.runtime.environment import announce, warn_once
 from lightning_madpipe.checkpoint import checkpoint_folders, hooks_on_state
 from lightning_madpipe.checkpoint.weight_copies import COPIES
 from lightning_madpipe.compat.namespace import Lightning
+from lightning_madpipe.compat.remote_paths import NOT_ELSEWHERE, is_elsewhere
 from lightning_madpipe.compat.state_dict_names import OneDeviceNames
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def _save_file(io: Any, checkpoint: Mapping[str, Any], path: str, storage_option
 
     That plugin writes elsewhere and copies: on a full disk an empty file is left, also of the one before.
     """
-    if type(io).__name__ != "TorchCheckpointIO" or checkpoint_folders.is_elsewhere(path):
+    if type(io).__name__ != "TorchCheckpointIO" or is_elsewhere(path):
         io.save_checkpoint(checkpoint, path, storage_options=storage_options)
         return
     target = Path(path)
@@ -242,8 +243,8 @@ class Checkpointing(DeepSpeedStrategy):
             if "optimizer_states" not in checkpoint:
                 io = self.checkpoint_io
                 from_rank_0(lambda: _save_file(io, checkpoint, path, storage_options))
-            elif checkpoint_folders.is_elsewhere(path):
-                raise ValueError(checkpoint_folders.NOT_ELSEWHERE)
+            elif is_elsewhere(path):
+                raise ValueError(NOT_ELSEWHERE)
             elif storage_options is not None:
                 raise ValueError(
                     "storage_options are for a checkpoint of weights only: DeepSpeed writes the full one itself"
@@ -334,7 +335,7 @@ class Checkpointing(DeepSpeedStrategy):
         try:
             if from_rank_0(lambda: _found_folder(path)):
                 return self._load_folder(Path(path), fitting)
-            if fitting and checkpoint_folders.is_elsewhere(path):
+            if fitting and is_elsewhere(path):
                 raise ValueError(
                     "fit resumes from a folder on a disk of this machine, in which each process reads its part: "
                     "copy it there, and give that path"
@@ -344,7 +345,7 @@ class Checkpointing(DeepSpeedStrategy):
                     "a file holds no states of a pipeline's optimizer: load its weights with "
                     "load_from_checkpoint() and fit without ckpt_path, or resume from a checkpoint folder"
                 )
-            if self.deepspeed_engine.options.checkpoint_checksums and not checkpoint_folders.is_elsewhere(path):
+            if self.deepspeed_engine.options.checkpoint_checksums and not is_elsewhere(path):
                 from_rank_0(lambda: checkpoint_folders.check_archive(Path(path)))
             keywords = {} if weights_only is None else {"weights_only": weights_only}  # new in Lightning 2.6
             return refused_together(lambda: _read_file(self.checkpoint_io, path, keywords))
@@ -428,7 +429,7 @@ def _found_folder(path: str) -> bool:
     Lightning's reader knows files, and what is remote.
     """
     atomic_folders.restore(Path(path))
-    return not (Path(path).is_file() or checkpoint_folders.is_elsewhere(path))
+    return not (Path(path).is_file() or is_elsewhere(path))
 
 
 def _read_file(io: Any, path: str, keywords: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from deepspeed_partition.code_names import is_installed, is_librarys
 from deepspeed_partition.module_hooks import MODULE_HOOKS
 from deepspeed_partition.planner.weight_versions import FLUSH, TWO_VERSIONS
-from lightning_madpipe.checkpoint.checkpoint_folders import NOT_ELSEWHERE, is_elsewhere
+from lightning_madpipe.compat.remote_paths import NOT_ELSEWHERE, is_elsewhere
 from lightning_madpipe.compat.running_code import OTHERS
 from lightning_madpipe.compat.source_lines import line_that_sets
 from lightning_madpipe.module import PipelineCall, outside_pipeline
