@@ -6,7 +6,7 @@ import pickle
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -377,7 +377,8 @@ class Outcomes:
 
         Where it has given no ``batch_size``, the host finds one in the batch, and says so where that is in doubt.
         """
-        with _batch_of_logs(self._trainer._results, batch):
+        results = self._trainer._results
+        with _batch_of_logs(results, batch) if results is not None else nullcontext():  # predict has none
             for log_call in result.log_calls:
                 value = log_call["value"]
                 if isinstance(value, MetricValue):
