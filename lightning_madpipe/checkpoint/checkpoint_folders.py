@@ -169,8 +169,7 @@ class LoadedFolder(dict[str, Any]):
             f"{IN_THE_ENGINE[key]} there: each rank has loaded those of its layers already. Change these, and "
             "settings of the optimizer such as the learning rate, in on_train_start, "
             '`for group in self.optimizers().param_groups: group["lr"] = 2e-3`, on every rank'
-            + FOR_A_NEW_OPTIMIZER
-            * (key == OPTIMIZER_STATES)
+            f"{FOR_A_NEW_OPTIMIZER if key == OPTIMIZER_STATES else ''}"
         )
 
 
