@@ -29,7 +29,7 @@ class SignalsTogether:
         self._connector, self._launcher = trainer._signal_connector, launcher
         self._asked: set[int] = set()
         """What this rank is asked for. A handler may run behind each step of other code: a set loses nothing."""
-        self._is_agreed = False
+        self._saves = False
         self._last_signal: Any = None
         # Attributes of Lightning (2.5 to 2.6), which registers the methods after setup() and reads the flag at the
         # end of each batch.
@@ -62,25 +62,21 @@ class SignalsTogether:
 
     def _agree(self) -> None:
         """Go on with what some rank was asked for; all ranks come here in the same batch."""
-        if self._requeues:
-            self._is_agreed = True  # when the batch has ended they ask one another what it was
-        else:
+        mine = frozenset(self._asked)
+        [asked] = any_bits([sum(mine)]) if self._requeues else [ENDS]
+        self._asked -= mine
+        # Behind a batch of training, when counts are those that a checkpoint is resumed by.
+        self._saves |= bool(asked & REQUEUES)
+        if asked & ENDS:
             self._stop()
 
     def _stop(self) -> None:
         self._connector.received_sigterm = True
-        self._asked.discard(ENDS)
         announce("some rank was asked to end by SIGTERM: all ranks end after this batch", logging.WARNING)
 
     def _after_batch(self, loop: Any) -> None:
         self._end_batch(loop)
-        if not self._is_agreed:
-            return
-        mine, self._is_agreed = frozenset(self._asked), False
-        [asked] = any_bits([sum(mine)])
-        self._asked -= mine
-        if asked & REQUEUES:
+        if self._saves:
+            self._saves = False
             announce("some rank was asked by SLURM to save before the job is requeued: all ranks save now")
             self._requeue(self._connector, self._last_signal, None)
-        if asked & ENDS:
-            self._stop()

@@ -63,6 +63,7 @@ CASES = {
     "sigterm_to_rank_0": Case("layer", 0, "after this batch", (0, 0)),
     "sigterm_to_rank_1": Case("layer", 1, "after this batch", (0, 0)),
     "sigterm_to_all": Case("layer", -1, "after this batch", (0, 0)),
+    "sigterm_of_slurm_in_validation": Case("on_validation_batch_start", 1, "after this batch", (0, 0)),
     "slurm_asks_rank_1": Case("layer", 1, "requeued: scontrol requeue 7", (0, 0)),
     "slurm_asks_all": Case("layer", -1, "requeued: scontrol requeue 7", (0, 0)),
     "sigint_in_a_layer_of_rank_1": Case("layer", 1, "KeyboardInterrupt", (1, 1)),
@@ -167,6 +168,14 @@ class Model(cases.Classifier):
 TRAP_PLACE = ""
 
 
+class Validated(Callback):
+    """Tells of validations that went through."""
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        if not trainer.sanity_checking:
+            print("validated")
+
+
 class Springs(Callback):
     def __init__(self, what: str, to_all: bool) -> None:
         if what.startswith("on_") and what != "on_train_batch_start":
@@ -231,19 +240,21 @@ def rank_of(name: str, folder: Path, rank: int) -> None:
     host = cases.Host(folder, 2, pipelined=True)
     keep = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1)
 
-    as_slurm = {"plugins": [Slurm()], "default_root_dir": folder} if name.startswith("slurm") else {}
+    as_slurm = {"plugins": [Slurm()], "default_root_dir": folder} if "slurm" in name else {}
     os.environ["SLURM_JOB_ID"], signal_connector.call = "7", requeue
 
     def fit(path: Path | None = None) -> list[list[float]]:
         pl.seed_everything(0, verbose=False)
         recorder = cases.Recorder()
         trainer = host.trainer(
-            Springs(case.what, case.rank < 0), recorder, keep if case.what == "on_save_checkpoint" else Callback(),
+            Springs(case.what, case.rank < 0), Validated(), recorder,
+            keep if case.what == "on_save_checkpoint" else Callback(),
             max_epochs=2, enable_checkpointing=case.what == "on_save_checkpoint",
             strategy={"algorithm": [0, 4, 8]}, **as_slurm,
         )  # fmt: skip
         data = loader_of(case.what, mine)
-        trainer.fit(Model(case.what, case.rank), data, cases.loader(16, seed=3), ckpt_path=path)
+        num_evaluated = 200 if name.startswith("sigterm") else 16
+        trainer.fit(Model(case.what, case.rank), data, cases.loader(num_evaluated, seed=3), ckpt_path=path)
         return recorder.rows
 
     if name.endswith("caught") and not mine:
