@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspeed_partition.capture.recording import Attribute, Device, Ref, SizeOf, Template
 from deepspeed_partition.capture.sizes import Condition, Dimension, Returned, ShapeError, dimensions_in, evaluate
-from deepspeed_partition.capture.structure import build, flatten
+from deepspeed_partition.capture.structure import build, flatten, has_same_names, names_of
 
 
 @dataclass(slots=True, eq=False)
@@ -136,22 +136,19 @@ class _Run:
                 returned = target(*args, **kwargs)
         else:
             returned = target(*args, **kwargs)
-        leaves, _ = flatten(returned)
-        if len(leaves) != len(step.returned.leaves):
-            raise ShapeError(
-                f"{_name_of(step)} returned {len(leaves)} values and {len(step.returned.leaves)} when the model "
-                "was captured: capture it with arguments of such sizes"
-            )
+        leaves, structure = flatten(returned)
+        if not has_same_names(structure, step.returned.structure):
+            now, before = (", ".join(map(repr, names_of(each))) for each in (structure, step.returned.structure))
+            raise _returns_otherwise(step, f"values by the names {now}", f"by the names {before}")
         for leaf, expected in zip(leaves, step.returned.leaves, strict=True):
+            if _kind_of(leaf) != (kind := _kind_of(expected)):
+                raise _returns_otherwise(step, _kind_of(leaf), kind)
             if isinstance(expected, Ref):
                 self._set(expected.value, leaf)
             elif isinstance(expected, SizeOf) and isinstance(expected.expression, Returned):
                 self.known[expected.expression] = leaf
             elif isinstance(expected, bool | int | float | str) and leaf != expected:
-                raise ShapeError(
-                    f"{_name_of(step)} returned {leaf!r} and {expected!r} when the model was captured: what "
-                    "follows may depend on it"
-                )
+                raise _returns_otherwise(step, repr(leaf), repr(expected))
         for value in step.dropped:
             self.values.pop(value, None)
 
@@ -179,6 +176,20 @@ class _Run:
 
 def _name_of(step: Step) -> str:
     return step.target if step.is_module else getattr(step.target, "__name__", repr(step.target))
+
+
+def _kind_of(leaf: Any) -> str:
+    """What a leaf is, or what stands for it in a template."""
+    if leaf is None:
+        return "None"
+    return "a tensor" if isinstance(leaf, torch.Tensor | Ref | Attribute) else "no tensor"
+
+
+def _returns_otherwise(step: Step, now: str, before: str) -> ShapeError:
+    return ShapeError(
+        f"{_name_of(step)} returned {now}, and {before} when the model was captured: what follows may depend on "
+        "it. Let it return the same kind of value for each batch, such as zeros in the place of None"
+    )
 
 
 @contextmanager

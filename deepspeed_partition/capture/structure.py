@@ -73,6 +73,13 @@ def names_of(structure: Structure, name: str = "") -> list[str]:
     return [found for part, each in zip(structure.parts, own, strict=True) for found in names_of(part, each)]
 
 
+def has_same_names(structure: Structure, other: Structure) -> bool:
+    """Whether two structures have leaves of the same names; a list is as good as a tuple."""
+    if isinstance(structure, Leaf) or isinstance(other, Leaf):
+        return structure is other
+    return structure.names == other.names and all(map(has_same_names, structure.parts, other.parts))
+
+
 def written_names_of(structure: Structure, name: str) -> list[str]:
     """How code names each leaf of what it calls ``name``: ``batch['lengths'][0]``."""
     if isinstance(structure, Leaf):

@@ -1,0 +1,63 @@
+"""What a model's code does besides calling modules and torch functions is done by the layers, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+from deepspeed_partition.capture import ShapeError  # noqa: E402
+from tests.capture.comparing import captured_layers, run_in_order  # noqa: E402
+
+
+class Deciding(nn.Module):
+    """Stays whole, for it decides by data what it returns."""
+
+    def __init__(self, usual: Callable[[Any], Any], other: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.linear, self.usual, self.other = nn.Linear(8, 8), usual, other
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.linear(x)
+        return (self.usual if x.sum().item() < 1000 else self.other)(hidden)
+
+
+class Around(nn.Module):
+    """Goes by what its middle returns besides a tensor."""
+
+    def __init__(self, middle: nn.Module, use: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.first, self.middle, self.last, self.use = nn.Linear(8, 8), middle, nn.Linear(8, 8), use
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.last(self.use(self.middle(self.first(x) * 0 + x)))
+
+
+def add_second(pair: Any) -> Any:
+    return pair[0] if pair[1] is None else pair[0] + pair[1]
+
+
+RETURNED = {
+    "None": (lambda x: (x, None), lambda x: (x, x), add_second, "returned a tensor, and None when"),
+    "a tensor": (lambda x: (x, x), lambda x: (x, None), add_second, "returned None, and a tensor when"),
+    "keys": (
+        lambda x: {"a": x}, lambda x: {"b": x}, lambda found: found.get("a", 2 * found.get("b", 0)),
+        "returned values by the names 'b', and by the names 'a' when",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", RETURNED)
+def test_another_kind_of_value_that_a_module_returns_is_refused(kind):
+    """The layers went on as in the capture, where the model's code would have gone another way."""
+    usual, other, use, refusal = RETURNED[kind]
+    model = Around(Deciding(usual, other), use)
+    layers = captured_layers(model, torch.zeros(3, 8))
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(run_in_order(layers, x), model(x))
+    with pytest.raises(ShapeError, match=refusal):
+        run_in_order(layers, torch.full((3, 8), 1000.0))
