@@ -57,6 +57,25 @@ def cache_kept(cache: Any) -> Callable[[], bool]:
     return restore
 
 
+def without_added(cache: Any) -> Callable[[], None]:
+    """Return what takes out of a cache what is put into it from now on.
+
+    Where the cache has a maxsize, Python copes with a result that is gone: what it keeps of it is dropped in turn.
+    """
+    before = list(_results_of(cache) or ())
+
+    def drop() -> None:
+        table = _results_of(cache)
+        if table is None:
+            cache.cache_clear()
+            return
+        known = set(map(id, before))
+        for key in [key for key in table if id(key) not in known]:
+            del table[key]
+
+    return drop
+
+
 def may_differ(functions: Iterable[FunctionType], data: Iterable[Any]) -> bool:
     """Whether a function may return another result when it is called another time with the same arguments.
 
@@ -80,7 +99,7 @@ def _codes_in(code: CodeType) -> Iterator[CodeType]:
 
 
 def _results_of(cache: Any) -> dict[Any, Any] | None:
-    """The table in which a cache without a maxsize keeps its results; Python's own has no other way to it."""
+    """The table in which a cache keeps its results, by their arguments; Python's own has no other way to it."""
     own = vars(cache)
     tables = [each for each in gc.get_referents(cache) if type(each) is dict and each is not own]
     return tables[0] if len(tables) == 1 and len(tables[0]) == cache.cache_info().currsize else None

@@ -34,6 +34,7 @@ from torch.utils.flop_counter import flop_registry
 
 from deepspeed_partition.capture.decisions import Overwritten, Undecided, must_be, must_stay
 from deepspeed_partition.capture.draws import Draws
+from deepspeed_partition.capture.left_behind import nothing_left
 from deepspeed_partition.capture.recording import (
     Attribute,
     Call,
@@ -226,7 +227,7 @@ class Tape:
             scope.why_whole = scope.why_whole or f"{reason} ({model_line()})"
 
     def _note(self, expression: Any, outcome: Any) -> None:
-        if not self._inside:
+        if self._scopes and not self._inside:
             self._scopes[-1].conditions.append(Condition(expression, outcome, model_line()))
 
     # Functions
@@ -731,7 +732,7 @@ def _record(
     level = quiet.level
     quiet.setLevel(logging.CRITICAL)
     try:
-        with torch.random.fork_rng(devices=[]), tape.weights.in_place():
+        with nothing_left(model, tape.call), torch.random.fork_rng(devices=[]), tape.weights.in_place():
             recording = tape.run(args, kwargs)
     finally:
         quiet.setLevel(level)

@@ -11,8 +11,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from deepspeed_partition.capture.without_data import forget_fakes
-
 FLAGS = (bool, int, float, str)
 """The types of attributes by which a layer may note that it has set its weights."""
 
@@ -82,7 +80,7 @@ class WeightsWithoutData:
     def in_place(self) -> Iterator[None]:
         """Let the model's modules have tensors without data, in the places of parameters and buffers."""
         places: list[tuple[dict[str, Any], str, Any]] = []
-        attributes = [dict(vars(module)) for module in self._model.modules()]
+        flags = [(path, module, flags_of(module)) for path, module in self._model.named_modules()]
         # A module that stands at two places has its tensors under both names.
         for prefix, module in self._model.named_modules(remove_duplicate=False):
             for table in (module._parameters, module._buffers):
@@ -97,8 +95,7 @@ class WeightsWithoutData:
         finally:
             for table, name, tensor in places:
                 table[name] = tensor
-            for (path, module), before in zip(self._model.named_modules(), attributes, strict=False):
-                forget_fakes(module, before)
+            for path, module, before in flags:
                 self._put_flags_back(path, module, before)
 
     def _put_flags_back(self, path: str, module: nn.Module, before: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Tensors without data: what stands in their places where data is needed, and what they leave behind."""
+"""Tensors without data, and what stands in their places where data is needed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from deepspeed_partition.capture.sizes import Size, number_of
-from deepspeed_partition.capture.structure import flatten
+from deepspeed_partition.capture.sizes import number_of
 
 
 @contextmanager
@@ -53,23 +51,3 @@ def data_like(leaf: Any, device: torch.device) -> Any:
 def version_of(leaf: Any) -> int | None:
     """How often a tensor was changed in place; None where that is not known, and for what is no tensor."""
     return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None
-
-
-def forget_fakes(module: nn.Module, before: dict[str, Any]) -> None:
-    """Take back what a forward without data has left in the attributes of a module."""
-    for name, now in list(vars(module).items()):
-        if name.startswith("_") and name in ("_parameters", "_buffers", "_modules"):
-            continue
-        if now is not before.get(name, _MISSING) and _holds_fakes(now):
-            if name in before:
-                vars(module)[name] = before[name]
-            else:
-                del vars(module)[name]
-
-
-_MISSING = object()
-
-
-def _holds_fakes(value: Any) -> bool:
-    leaves, _ = flatten(value)
-    return any(isinstance(leaf, FakeTensor | Size) for leaf in leaves)

@@ -57,7 +57,11 @@ def _outcome(model: nn.Module, run: Any) -> tuple[list[torch.Tensor], dict[str, 
     loss.backward()
     gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            outputs.append(buffer.clone())
-            buffer.copy_(buffers[name])
+        for name, buffer in list(model.named_buffers()):
+            if name in buffers:
+                outputs.append(buffer.clone())
+                buffer.copy_(buffers[name])
+            else:  # a table that its code has made in this run
+                owner, _, own = name.rpartition(".")
+                setattr(model.get_submodule(owner), own, None)
     return [tensor.detach() for tensor in outputs], gradients

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from deepspeed_partition.capture import ShapeError  # noqa: E402
-from tests.capture.comparing import captured_layers, run_in_order  # noqa: E402
+from tests.capture.comparing import assert_same, captured_layers, run_in_order  # noqa: E402
 
 
 class Deciding(nn.Module):
@@ -61,3 +62,61 @@ def test_another_kind_of_value_that_a_module_returns_is_refused(kind):
     torch.testing.assert_close(run_in_order(layers, x), model(x))
     with pytest.raises(ShapeError, match=refusal):
         run_in_order(layers, torch.full((3, 8), 1000.0))
+
+
+class Masked(nn.Module):
+    """A block that looks a mask up, in one of the ways in which code keeps one."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(8, 8), kind
+        self.masks: dict[Any, Any] = {}
+        self.register_buffer("mask", None)
+        self.cached = functools.lru_cache(causal)
+        self.kept = Kept()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self._mask(x.shape[1]).sum(0)[:, None]
+
+    def _mask(self, length: int) -> torch.Tensor:
+        if self.kind == "buffer":
+            if self.mask is None or self.mask.shape[0] < length:
+                self.register_buffer("mask", causal(length), persistent=False)
+            return self.mask[:length, :length]
+        if self.kind.endswith("cache"):
+            return {"cache": cached, "unbounded cache": kept_for_ever, "own cache": self.cached}[self.kind](length)
+        table = {"dict": self.masks, "dict of the file": MASKS, "dict of an object": self.kept.masks}[self.kind]
+        if length not in table:
+            table[length] = causal(length)
+        return table[length]
+
+
+class Kept:
+    def __init__(self) -> None:
+        self.masks: dict[Any, Any] = {}
+
+
+MASKS: dict[Any, Any] = {}
+
+
+def causal(length: int) -> torch.Tensor:
+    return torch.ones(length, length).tril()
+
+
+cached, kept_for_ever = functools.lru_cache(causal), functools.cache(causal)
+
+
+@pytest.mark.parametrize("opened", [True, False])
+@pytest.mark.parametrize(
+    "kind",
+    ["buffer", "dict", "dict of the file", "dict of an object", "cache", "unbounded cache", "own cache"],
+)
+def test_what_code_keeps_of_a_capture_is_taken_back(kind, opened):
+    """Masks without data stayed in buffers, dicts and caches: the next capture, or the model itself, met them."""
+    blocks = nn.Sequential(*(Masked(kind) for _ in range(3)))
+    model = nn.Sequential(nn.Linear(8, 8), blocks[0]) if opened else nn.Sequential(*blocks, *blocks)
+    layers = captured_layers(model, torch.randn(3, 6, 8))
+    assert_same(model, layers, [((torch.randn(2, 6, 8),), {})])  # in evaluation, too: a capture of its own
+    model(torch.randn(2, 6, 8))
+    again = captured_layers(model, torch.randn(3, 6, 8))
+    assert_same(model, again, [((torch.randn(2, 6, 8),), {})])
