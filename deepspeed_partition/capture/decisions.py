@@ -1,6 +1,9 @@
-"""What a model's own code asks of tensors while it is recorded, and the layers verify for each batch."""
+"""What a model's own code asks of tensors, or hangs on them, and layers do, too, for each batch."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -36,3 +39,9 @@ def must_stay(outcome: bool, tensor: torch.Tensor, where: str) -> None:
             f"the model's code takes another way for the sizes of this batch ({where}, {not outcome} and not "
             f"{outcome}): capture it with arguments of such sizes, pad the batch, or leave it out"
         )
+
+
+def hang(register: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    """Hang a hook on the gradient of a tensor, as the model's own code does where there is one."""
+    if tensor.requires_grad:
+        register(tensor, *args, **kwargs)

@@ -45,6 +45,8 @@ class Node:
     """The nodes that have to run before it."""
     mutated: frozenset[int] = frozenset()
     """Storages that it changes."""
+    hooks: list[Call] = field(default_factory=list)
+    """The calls behind it that hang hooks on the gradients of what it makes or changes."""
 
     @property
     def is_module(self) -> bool:
@@ -74,6 +76,8 @@ class Graph:
     trainable: frozenset[str]
     numbers: dict[int, int] = field(default_factory=dict)
     """The node of each number that a module returns."""
+    input_hooks: list[Call] = field(default_factory=list)
+    """The calls that hang hooks on the gradients of inputs."""
     opened: frozenset[Any] = frozenset()
     """The modules that were opened, each with the number of its call."""
 
@@ -112,6 +116,7 @@ class _Opening:
         self.total = recording.root.effects.work or 1.0
         self.nodes: list[Node] = []
         self.conditions: list[Condition] = []
+        self.input_hooks: list[Call] = []
         self.returned_numbers: dict[Any, int] = {}
         self.num_numbers = 0
 
@@ -136,7 +141,7 @@ class _Opening:
             self.recording.inputs, returned, producer, self.trainable,
         )  # fmt: skip
         graph.numbers = dict(self._makers)
-        graph.opened = frozenset(self.opened)
+        graph.input_hooks, graph.opened = self.input_hooks, frozenset(self.opened)
         _drop_unused(graph)
         _find_order(graph)
         return graph
@@ -264,6 +269,10 @@ class _Opening:
             return
         start = call.time
         given = self._with_numbers(call.given)
+        if call.hangs_hook:
+            call.given = given
+            self._hooks_of(given.refs()[0]).append(call)
+            return
         made = tuple(dict.fromkeys(ref for ref in returned.refs() if self.values[ref].time >= start))
         before = {value.storage for value in self.values if value.time < start} if call.effects.mutated else set()
         mutated = frozenset(call.effects.mutated & (before | self.recording.attribute_of_storage.keys()))
@@ -295,6 +304,14 @@ class _Opening:
                 mutated=mutated,
             )
         )
+
+    def _hooks_of(self, value: int) -> list[Call]:
+        """The hooks behind the last node that makes or changes a value, where all of its gradient arrives."""
+        storage = self.values[value].storage
+        for node in reversed(self.nodes):
+            if value in node.makes or (value in node.reads and storage in node.mutated):
+                return node.hooks
+        return self.input_hooks
 
     @property
     def _makers(self) -> dict[int, int]:

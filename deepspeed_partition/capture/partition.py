@@ -15,7 +15,7 @@ import torch
 
 from deepspeed_partition.capture.graph import Graph, Node, returned_by
 from deepspeed_partition.capture.program import Claim, Program, Step, numbers_needed
-from deepspeed_partition.capture.recording import Recording, Ref, SizeOf
+from deepspeed_partition.capture.recording import Call, Recording, Ref, SizeOf
 from deepspeed_partition.capture.sizes import Condition, Dimension, Returned, dimensions_in
 
 MOST_REPEATED = 1 / 64
@@ -279,6 +279,21 @@ def programs_of(
     return _Programs(flow, layer_of, num_layers, input_names).made()
 
 
+def steps_of(node: Node, conditions: Sequence[Condition] = ()) -> list[Step]:
+    """The call of a node, and those that hang hooks on what it makes.
+
+    Args:
+        conditions: What is verified before it.
+    """
+    first = _step_of(node.call)
+    first.conditions = list(conditions)
+    return [first, *map(_step_of, node.hooks)]
+
+
+def _step_of(call: Call) -> Step:
+    return Step(call.target, call.is_module, call.given, returned_by(call), call.context, call.recomputed)
+
+
 class _Programs:
     def __init__(self, flow: Flow, layer_of: dict[int, int], num_layers: int, input_names: Sequence[str]) -> None:
         self.flow, self.graph = flow, flow.graph
@@ -410,20 +425,12 @@ class _Programs:
         known: set[Any] = set(program.numbers_in) | {claim.size for claim in program.claims_in}
         available = set(program.inputs)
         waiting = list(conditions)
+        if not layer:
+            program.steps += map(_step_of, graph.input_hooks)
         for node in nodes:
             call = node.call
             ready, waiting = self._ready(waiting, available, known)
-            program.steps.append(
-                Step(
-                    call.target,
-                    call.is_module,
-                    call.given,
-                    returned_by(call),
-                    call.context,
-                    call.recomputed,
-                    conditions=ready,
-                )
-            )
+            program.steps += steps_of(node, ready)
             available.update(node.makes)
             known.update(
                 leaf.expression

@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from deepspeed_partition.capture.decisions import Overwritten, Undecided, must_be, must_stay
+from deepspeed_partition.capture.decisions import Overwritten, Undecided, hang, must_be, must_stay
 from deepspeed_partition.capture.draws import Draws
 from deepspeed_partition.capture.left_behind import nothing_left
 from deepspeed_partition.capture.recording import (
@@ -120,6 +120,15 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 SETS_ONCE = (
     "its forward() changes the weight {weight} and notes that in the attribute {flag}; written down, it would "
     "change it in every call: note it in a buffer, as in self.register_buffer('ready', torch.tensor(0))"
+)
+HANGS_ON_WEIGHT = (
+    "its forward() hangs a hook on the gradient of the weight {weight}, one more in each run: hang it once, where "
+    "the model is made"
+)
+_HANG_HOOKS = (
+    torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook,
+    torch.Tensor.retain_grad,
 )
 _SHAPE: Any = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _SIZE = torch.Tensor.size
@@ -218,7 +227,7 @@ class Tape:
             return SizeOf(leaf.expression)
         if isinstance(leaf, torch.device) and leaf == self.device:
             return Device()
-        if isinstance(leaf, types.FunctionType) and _closes_over_tensors(leaf):
+        if isinstance(leaf, types.FunctionType | functools.partial) and _closes_over_tensors(leaf):
             self._whole("a function is handed on that holds tensors")
         return leaf
 
@@ -255,8 +264,19 @@ class Tape:
             self._inside -= 1
             effects, self._effects = self._effects, outer
         self._note_gradients(given_leaves)
-        self._function_called(func, given, effects, out)
+        if func in _HANG_HOOKS:
+            self._hook_hung(func, given)
+        else:
+            self._function_called(func, given, effects, out)
         return out
+
+    def _hook_hung(self, func: Any, given: Template) -> None:
+        """Write down that code hangs a hook on a tensor, which the layer that makes it does in each run."""
+        tensor = given.leaves[0]
+        if isinstance(tensor, Attribute) and func is not torch.Tensor.retain_grad:
+            self._whole(HANGS_ON_WEIGHT.format(weight=tensor.name))
+        if isinstance(tensor, Ref):
+            self._add(functools.partial(hang, func), given, hangs_hook=True)
 
     def _note_gradients(self, given: Sequence[Any]) -> None:
         """Note which tensors need a gradient since something was added to them that does."""
@@ -380,8 +400,11 @@ class Tape:
 
     def _verify(self, verify: Callable[..., None], outcome: bool, tensor: torch.Tensor) -> None:
         given = self.template(((outcome, tensor, model_line()), {}))
-        effects = Effects(verifies=True)
-        call = Call(next(self._time), self._numbers(), verify, given, self.template(None), effects=effects)
+        self._add(verify, given, effects=Effects(verifies=True))
+
+    def _add(self, target: Any, given: Template, **more: Any) -> None:
+        """Write down a call of ours, which returns nothing."""
+        call = Call(next(self._time), self._numbers(), target, given, self.template(None), **more)
         call.end, call.where = call.time, model_line()
         self._scopes[-1].calls.append(call)
 
@@ -682,8 +705,14 @@ def _is_opaque(leaf: Any) -> bool:
     return not isinstance(leaf, _PLAIN) and holds_tensors(leaf)
 
 
-def _closes_over_tensors(function: types.FunctionType) -> bool:
-    held = []
+def _closes_over_tensors(function: types.FunctionType | functools.partial[Any]) -> bool:
+    if isinstance(function, functools.partial):
+        return any(
+            isinstance(each, Size | torch.Tensor)
+            or (isinstance(each, types.FunctionType) and _closes_over_tensors(each))
+            for each in (function.func, *function.args, *function.keywords.values())
+        )
+    held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # nothing is in it yet
             held.append(cell.cell_contents)

@@ -116,6 +116,8 @@ class Call:
     conditions: list[Condition] = field(default_factory=list)
     """Asked by the module's own code, between its calls."""
     end: int = 0
+    hangs_hook: bool = False
+    """Whether it hangs a hook on the gradient of the tensor that it is given first."""
     drawn: str | None = None
     """The generator of Python's or NumPy's that the module's own code draws from, with the line."""
 

@@ -14,8 +14,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from deepspeed_partition.capture.graph import Graph, Node, returned_by
-from deepspeed_partition.capture.program import Program, Step
+from deepspeed_partition.capture.graph import Graph, Node
+from deepspeed_partition.capture.partition import steps_of
+from deepspeed_partition.capture.program import Program
 from deepspeed_partition.capture.recorder import CaptureError
 from deepspeed_partition.capture.recording import Attribute, Ref, SizeOf, Template
 from deepspeed_partition.capture.sizes import Condition, Dimension, Returned, dimensions_in
@@ -186,10 +187,7 @@ class _Cut:
         for size in sizes:
             program.sizes_of.setdefault(size.value, []).append(size)
         for node in nodes:
-            call = node.call
-            program.steps.append(
-                Step(call.target, call.is_module, call.given, returned_by(call), call.context, call.recomputed)
-            )
+            program.steps += steps_of(node)
         return program
 
 

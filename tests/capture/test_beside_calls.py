@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from deepspeed_partition.capture import ShapeError  # noqa: E402
+from deepspeed_partition.capture import CaptureError, ShapeError, capture  # noqa: E402
 from tests.capture.comparing import assert_same, captured_layers, run_in_order  # noqa: E402
 
 
@@ -120,3 +120,70 @@ def test_what_code_keeps_of_a_capture_is_taken_back(kind, opened):
     model(torch.randn(2, 6, 8))
     again = captured_layers(model, torch.randn(3, 6, 8))
     assert_same(model, again, [((torch.randn(2, 6, 8),), {})])
+
+
+class Hanging(nn.Module):
+    """Hangs hooks on gradients in its own code, between its layers."""
+
+    def __init__(self, hook: Callable[[torch.Tensor], torch.Tensor], where: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.hook, self.where = hook, where
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.where == "input" and x.requires_grad:
+            x.register_hook(self.hook)
+        skipped = self.layers[0](x)
+        if self.where == "changed":
+            skipped.mul_(0.5)
+        if skipped.requires_grad and self.where != "weight":
+            skipped.register_hook(self.hook)
+        if self.where == "weight":
+            self.layers[0].weight.register_hook(self.hook)
+        for layer in self.layers[1:]:
+            x = layer(x).tanh() + skipped  # all of them reach back
+            x.retain_grad() if x.requires_grad else None
+        return x
+
+
+@pytest.mark.parametrize("where", ["between", "changed", "input"])
+@pytest.mark.parametrize("within", [False, True])
+def test_hooks_on_gradients_between_layers_are_hung_in_each_run(where, within):
+    """They were hung on the tensors of the capture alone: a gradient was not clamped, or not reversed."""
+    seen: list[int] = []
+    gradients: list[Any] = []
+    model: nn.Module = Hanging(lambda gradient: seen.append(0) or -3 * gradient.clamp(-1e-3, 1e-3), where)
+    model = nn.Sequential(nn.Linear(8, 8), model) if within else model
+    x = torch.randn(3, 8, requires_grad=where == "input")
+    layers = captured_layers(model, x)
+    assert len(layers) > 3 and not seen
+    assert_same(model, layers, [((x,), {})])
+    num_hooks = len(seen)
+    assert num_hooks and num_hooks % 2 == 0  # as many by the layers as by the model
+    if where == "input":
+        for run in (model, functools.partial(run_in_order, layers)):
+            own = x.detach().requires_grad_()  # a hook stays on it
+            run(own).sum().backward()
+            gradients.append(own.grad)
+        torch.testing.assert_close(*gradients)
+    with torch.no_grad():
+        torch.testing.assert_close(run_in_order(layers, x), model(x))
+
+
+def test_a_hook_on_a_weight_that_forward_hangs_is_refused():
+    with pytest.raises(CaptureError, match=r"hook on the gradient of the weight layers\.0\.weight.*test_beside"):
+        capture(Hanging(lambda gradient: gradient * 2, "weight"), (torch.randn(3, 8),))
+    block = nn.Sequential(nn.Linear(8, 8), Hanging(lambda gradient: gradient * 2, "weight"))
+    assert "1" in captured_layers(block, torch.randn(3, 8)).recipe.names[-1]  # as a module it stays whole
+
+
+def test_a_hook_that_holds_a_tensor_of_the_capture_is_refused():
+    class Weighted(Hanging):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            factor = x.detach().mean()
+            x = self.layers[0](x)
+            x.register_hook(functools.partial(torch.mul, factor))
+            return self.layers[1](x)
+
+    with pytest.raises(CaptureError, match=r"a function is handed on that holds tensors \(.*test_beside"):
+        capture(Weighted(torch.neg, ""), (torch.randn(3, 8),))
