@@ -16,6 +16,7 @@ from torch import nn
 from deepspeed_partition.capture.captured import Captured, capture
 from deepspeed_partition.capture.coarse import coarse_layers, undivided
 from deepspeed_partition.capture.model_layers import Layers, TiedLayer, layers_from
+from deepspeed_partition.capture.outside_layers import OutsideLayers
 from deepspeed_partition.capture.program import ShapeError
 from deepspeed_partition.capture.recorder import CaptureError
 
@@ -45,4 +46,8 @@ def layers_as_they_are(
             return coarse_layers(model, args, kwargs, reason, wrap, within)
         except CaptureError as error:
             captured.notes.append(str(error))
-    return layers_from(captured, wrap)
+    outside = OutsideLayers(captured)
+    outside.verify()
+    layers = layers_from(captured, wrap)
+    layers.recipe.outside = outside
+    return layers

@@ -12,6 +12,7 @@ from torch import nn
 from deepspeed_partition.capture.recorder import CaptureError, DrawsApartError
 from deepspeed_partition.capture.recording import Attribute, Call, Recording, Ref, SizeOf, Template, Value
 from deepspeed_partition.capture.sizes import Computed, Condition, Dimension, Returned, dimensions_in
+from deepspeed_partition.module_hooks import MODULE_HOOKS
 
 CONTAINERS = (
     nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder,
@@ -212,7 +213,7 @@ class _Opening:
         if self.to_open is not None:
             return key not in self.to_open
         module = self.recording.modules[scope.target]
-        if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_orig_mod"):
+        if any(vars(module).get(table) for table in MODULE_HOOKS) or hasattr(module, "_orig_mod"):
             return True
         if scope.recomputed or any(call.recomputed for call in scope.calls) or _recomputes(module):
             return True

@@ -24,6 +24,7 @@ from deepspeed_partition.capture.captured import (
 from deepspeed_partition.capture.graph import Graph, Node
 from deepspeed_partition.capture.layout import Layout, layout_of
 from deepspeed_partition.capture.ordering import choose_order
+from deepspeed_partition.capture.outside_layers import OutsideLayers
 from deepspeed_partition.capture.partition import flow_of, programs_of
 from deepspeed_partition.capture.program import Program
 from deepspeed_partition.capture.recorder import CaptureError
@@ -191,6 +192,8 @@ class Recipe:
     dtypes: dict[int, torch.dtype | None] = field(default_factory=dict)
     running: OtherCall | None = None
     """What the layers run; None: the call that they were made of."""
+    outside: OutsideLayers | None = None
+    """What is verified before a layer runs; None where a host does that."""
 
     def __deepcopy__(self, _: Any) -> Recipe:
         return self
@@ -269,6 +272,8 @@ class Recipe:
 
     def program(self, number: int, module: nn.Module) -> Program:
         """What a layer runs, in the state in which its modules are."""
+        if self.outside is not None:
+            self.outside.verify()
         running = self.running or self
         state = self._state(number, module)
         if state not in running.programs:

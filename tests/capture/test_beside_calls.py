@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from deepspeed_partition.capture import CaptureError, ShapeError, capture  # noqa: E402
+from deepspeed_partition.capture import CaptureError, ShapeError, capture, layers_as_they_are  # noqa: E402
 from tests.capture.comparing import assert_same, captured_layers, run_in_order  # noqa: E402
 
 
@@ -187,3 +187,44 @@ def test_a_hook_that_holds_a_tensor_of_the_capture_is_refused():
 
     with pytest.raises(CaptureError, match=r"a function is handed on that holds tensors \(.*test_beside"):
         capture(Weighted(torch.neg, ""), (torch.randn(3, 8),))
+
+
+HOOKS: dict[str, Callable[[nn.Module, Callable[..., Any]], Any]] = {
+    "forward": nn.Module.register_forward_hook,
+    "forward pre": nn.Module.register_forward_pre_hook,
+    "backward": nn.Module.register_full_backward_hook,
+    "backward pre": nn.Module.register_full_backward_pre_hook,
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_module_with_a_hook_of_any_kind_stays_whole(kind):
+    """Hooks on the backward of a module that was opened were called by nobody."""
+    called = []
+    block = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model = nn.Sequential(block, nn.Linear(8, 8))
+    HOOKS[kind](block, lambda *_: called.append(kind))
+    layers = layers_as_they_are(model, (torch.randn(3, 8),), {})
+    called.clear()
+    run_in_order(layers, torch.randn(3, 8)).sum().backward()
+    assert called == [kind]
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_on_what_is_cut_into_layers_is_refused(kind):
+    """It was not called, and nothing was said; nor where it was hung on later."""
+
+    def note(*_: Any) -> None: ...
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8))
+    layers = layers_as_they_are(model, (torch.randn(3, 8),), {})
+    run_in_order(layers, torch.randn(3, 8))
+    for part, place in ((model, "Sequential"), (model[0], r"0 \(Sequential\)")):
+        handle = HOOKS[kind](part, note)
+        with pytest.raises(CaptureError, match=rf"^{place} has a {kind} hook \(note\), which no layer calls"):
+            run_in_order(layers, torch.randn(3, 8))
+        handle.remove()
+    run_in_order(layers, torch.randn(3, 8))
+    HOOKS[kind](model, note)
+    with pytest.raises(CaptureError, match=rf"Sequential has a {kind} hook \(note\)"):
+        layers_as_they_are(model, (torch.randn(3, 8),), {})
