@@ -1,9 +1,10 @@
 """What a model's own code draws while it is recorded: from Python's and NumPy's generators, and from iterators.
 
-What torch draws is an operation, which the layers run again for every micro-batch. A number that Python or NumPy
-draws is none: ``if random.random() < 0.1: continue`` between two blocks would be recorded as the way that it went,
-and go that way for ever. The same holds for ``next(self.scales)``. So generators, and iterators that modules have
-as attributes, are looked at wherever one module's code ends and another one's begins.
+What torch draws is an operation, which the layers run again for every micro-batch; to seed its generators is none.
+A number that Python or NumPy draws is none, either: ``if random.random() < 0.1: continue`` between two blocks
+would be recorded as the way that it went, and go that way for ever. The same holds for ``next(self.scales)``. So
+generators, and iterators that modules have as attributes, are looked at wherever one module's code ends and
+another one's begins.
 
 Code that draws and makes nothing of it, as Hugging Face models do where no layer is to be dropped, hinders
 nothing: it is recorded again with the smallest and the largest numbers, and compared.
@@ -25,6 +26,7 @@ from torch import nn
 
 from deepspeed_partition.capture.recording import Call, Recording, Template
 from deepspeed_partition.capture.source_lines import model_frame
+from deepspeed_partition.capture.without_data import hidden_modes
 from deepspeed_partition.generators import COMMON, GENERATORS, generator_state, generators_of, set_generator_state
 
 EXTREMES = (0, 0x12DD9BB3)
@@ -38,10 +40,8 @@ class Draws:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        every = {**COMMON, **_own(model)}
-        self._before = [(each, generator_state(each)) for each in every.values()]
-        # What torch draws is an operation of its own.
-        self._generators = {name: each for name, each in every.items() if not isinstance(each, torch.Generator)}
+        self._generators = {**COMMON, **_own(model)}
+        self._before = [(each, generator_state(each)) for each in self._generators.values()]
         self._iterators: dict[str, Any] = {}
         self._last = self._states()
 
@@ -129,6 +129,9 @@ class _Counted(Iterator[Any]):
 
 
 def _place_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):  # no operation moves it without data: who does has seeded it
+        with hidden_modes():
+            return generator.get_state().numpy().tobytes()
     state = generator_state(generator)
     if isinstance(generator, numpy.random.RandomState):
         return state[1].tobytes(), *state[2:]

@@ -24,6 +24,10 @@ APART = (
     "batch: put the draw into the forward() of a layer, which runs for every micro-batch, such as a block that "
     "returns its input where it is to be left out"
 )
+SEEDS = (
+    "sets the state of random generators by {}, which its layers, on several ranks, do not do: make what is drawn "
+    "so once, in __init__() and as a buffer, or let a module of its own seed and draw"
+)
 LARGE = 1 / 12
 """A module with more than this share of the model's work is opened, to have more places for boundaries."""
 
@@ -127,6 +131,8 @@ class _Opening:
         if root.drawn is not None:
             # Its forward(), or a step of it whose calls are followed.
             raise DrawsApartError(f"{type(self.recording.modules['']).__name__} {APART.format(root.drawn)}")
+        if root.seeds is not None:
+            raise DrawsApartError(f"{type(self.recording.modules['']).__name__} {SEEDS.format(root.seeds)}")
         if root.why_whole:
             raise CaptureError(root.why_whole)
         if root.why_open:

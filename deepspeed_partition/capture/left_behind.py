@@ -26,23 +26,19 @@ _MOST_MEMBERS = 1000
 """Members of a container up to which each is looked into."""
 
 
-@contextmanager
-def nothing_left(model: nn.Module, call: Any) -> Iterator[None]:
-    """Let a model's modules, and what the program's code names, hold afterwards what they hold now.
+def held_by(model: nn.Module, call: Any, arguments: Any) -> Held:
+    """What a model's modules, what the program's code names, and what a call is given hold now.
 
     Args:
-        call: What is run in the place of the model.
+        call: What is run in the place of the model; None: nothing is.
     """
-    held = _Held()
-    held.add(model, _DEPTH)
+    held = Held()
+    held.add((model, arguments), _DEPTH + 1)
     held.add_names_of({type(part): forward_of(part) for part in model.modules()}, call)
-    try:
-        yield
-    finally:
-        held.put_back()
+    return held
 
 
-class _Held:
+class Held:
     """The contents of modules, containers, objects, variables and caches, as they are when they are added."""
 
     def __init__(self) -> None:
@@ -88,14 +84,23 @@ class _Held:
             self._variables.append((name.table, name.key, name.value))
             self.add(name.value, _DEPTH)
 
-    def put_back(self) -> None:
-        for drop in self._caches:
-            drop()
-        for table, before in self._tables:
-            _put_back(table, before)
-        for table, key, value in self._variables:
-            if table.get(key) is not value and not isinstance(value, Iterator):
-                table[key] = value
+    def has(self, value: Any) -> bool:
+        """Whether an object was there."""
+        return id(value) in self._seen
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Let all of it be afterwards what it was."""
+        try:
+            yield
+        finally:
+            for drop in self._caches:
+                drop()
+            for table, before in self._tables:
+                _put_back(table, before)
+            for table, key, value in self._variables:
+                if table.get(key) is not value and not isinstance(value, Iterator):
+                    table[key] = value
 
 
 def _may_keep_results(module: str | None) -> bool:

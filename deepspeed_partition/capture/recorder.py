@@ -34,7 +34,7 @@ from torch.utils.flop_counter import flop_registry
 
 from deepspeed_partition.capture.decisions import Overwritten, Undecided, hang, must_be, must_stay
 from deepspeed_partition.capture.draws import Draws
-from deepspeed_partition.capture.left_behind import nothing_left
+from deepspeed_partition.capture.left_behind import held_by
 from deepspeed_partition.capture.recording import (
     Attribute,
     Call,
@@ -130,6 +130,13 @@ _HANG_HOOKS = (
     torch.Tensor.register_post_accumulate_grad_hook,
     torch.Tensor.retain_grad,
 )
+_SEEDING = [
+    (owner, name)
+    for owner in (torch, torch.random, torch.cuda, torch.cuda.random)
+    for kind in ("fork_rng", "manual_seed", "seed", "set_rng_state")
+    for name in (kind, f"{kind}_all")
+    if name in vars(owner)
+]
 _SHAPE: Any = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _SIZE = torch.Tensor.size
 _STRIDE, _LENGTH = torch.Tensor.stride, torch.Tensor.__len__
@@ -147,9 +154,10 @@ class Tape:
         call: Callable[..., Any] | None,
         decisions: Sequence[bool] = (),
         computes: bool = True,
+        is_held: Callable[[Any], bool] = lambda value: True,
     ) -> None:
         self.decisions, self._num_decisions = decisions, 0
-        self._computes = computes
+        self._computes, self._is_held = computes, is_held
         self._computed: set[int] = set()
         self.model, self.device, self.state = model, device, state
         self.call = call or model
@@ -227,6 +235,8 @@ class Tape:
             return SizeOf(leaf.expression)
         if isinstance(leaf, torch.device) and leaf == self.device:
             return Device()
+        if isinstance(leaf, torch.Generator) and not self._is_held(leaf):
+            self._seeds("torch.Generator()")
         if isinstance(leaf, types.FunctionType | functools.partial) and _closes_over_tensors(leaf):
             self._whole("a function is handed on that holds tensors")
         return leaf
@@ -234,6 +244,12 @@ class Tape:
     def _whole(self, reason: str) -> None:
         for scope in self._scopes[-1:]:
             scope.why_whole = scope.why_whole or f"{reason} ({model_line()})"
+
+    def _seeds(self, function: str) -> None:
+        """Note that code sets the state of torch's generators: a layer would not do so again."""
+        for scope in self._scopes[-1:]:
+            scope.seeds = scope.seeds or f"{function} ({model_line()})"
+            self._whole(f"its code sets the state of random generators by {function}")
 
     def _note(self, expression: Any, outcome: Any) -> None:
         if self._scopes and not self._inside:
@@ -574,6 +590,14 @@ class Tape:
 
     # The run
 
+    def _noting_seeds(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            self._seeds(f"{name}()")
+            return function(*args, **kwargs)
+
+        return noting
+
     @contextmanager
     def recording(self) -> Iterator[None]:
         call = nn.Module.__call__
@@ -623,6 +647,8 @@ class Tape:
             return length(value)
 
         with ExitStack() as stack:
+            for owner, name in _SEEDING:
+                stack.enter_context(patched(owner, name, self._noting_seeds(name, getattr(owner, name))))
             stack.enter_context(patched(builtins, "len", length_of))
             stack.enter_context(patched(builtins, "range", CountedRange))
             stack.enter_context(patched(nn.Module, "__call__", called))
@@ -756,12 +782,13 @@ def _record(
     decisions: Sequence[bool], *, computes: bool,
 ) -> Recording:  # fmt: skip
     device = state.device or device_of(model, args, kwargs)
-    tape = Tape(model, device, state, call, decisions, computes)
+    held = held_by(model, call, (args, kwargs))
+    tape = Tape(model, device, state, call, decisions, computes, held.has)
     quiet = logging.getLogger("torch._subclasses.fake_tensor")
     level = quiet.level
     quiet.setLevel(logging.CRITICAL)
     try:
-        with nothing_left(model, tape.call), torch.random.fork_rng(devices=[]), tape.weights.in_place():
+        with held.put_back(), torch.random.fork_rng(devices=[]), tape.weights.in_place():
             recording = tape.run(args, kwargs)
     finally:
         quiet.setLevel(level)

@@ -118,6 +118,8 @@ class Call:
     end: int = 0
     hangs_hook: bool = False
     """Whether it hangs a hook on the gradient of the tensor that it is given first."""
+    seeds: str | None = None
+    """The function by which the module's own code sets the state of torch's generators, with the line."""
     drawn: str | None = None
     """The generator of Python's or NumPy's that the module's own code draws from, with the line."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -228,3 +229,41 @@ def test_a_hook_on_what_is_cut_into_layers_is_refused(kind):
     HOOKS[kind](model, note)
     with pytest.raises(CaptureError, match=rf"Sequential has a {kind} hook \(note\)"):
         layers_as_they_are(model, (torch.randn(3, 8),), {})
+
+
+class Projecting(nn.Module):
+    """Projects onto numbers that are the same in each call, for it seeds what it draws them from."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.last, self.kind = nn.Linear(8, 8), nn.Linear(8, 8), kind
+        self.generator = torch.Generator()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x) @ self._drawn())
+
+    def _drawn(self) -> torch.Tensor:
+        if self.kind == "fork_rng()":
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                return torch.randn(8, 8)
+        if self.kind == "manual_seed()":
+            torch.manual_seed(0)
+            return torch.randn(8, 8)
+        if self.kind == "self.generator":
+            return torch.randn(8, 8, generator=self.generator.manual_seed(0))
+        return torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("kind", ["fork_rng()", "manual_seed()", "self.generator", "torch.Generator()"])
+def test_code_that_seeds_is_refused_or_stays_whole(kind):
+    """It seeded in the capture alone: the layers drew other numbers in each run."""
+    with pytest.raises(
+        CaptureError, match=rf"Projecting (sets the .* by|draws .* from) {re.escape(kind)}.*test_bes"
+    ):
+        layers_as_they_are(Projecting(kind), (torch.randn(3, 8),), {})
+    model = nn.Sequential(Projecting(kind), nn.Linear(8, 8))
+    layers = layers_as_they_are(model, (torch.randn(3, 8),), {})
+    x = torch.randn(3, 8)
+    for _ in range(2):
+        torch.testing.assert_close(run_in_order(layers, x), model(x))
