@@ -16,7 +16,7 @@ from torch import nn
 from deepspeed_partition.capture.captured import Captured, capture
 from deepspeed_partition.capture.coarse import coarse_layers, undivided
 from deepspeed_partition.capture.model_layers import Layers, TiedLayer, layers_from
-from deepspeed_partition.capture.outside_layers import OutsideLayers
+from deepspeed_partition.capture.outside_layers import OutsideLayers, notes_on_attributes, refuse_kept_state
 from deepspeed_partition.capture.program import ShapeError
 from deepspeed_partition.capture.recorder import CaptureError
 
@@ -48,6 +48,8 @@ def layers_as_they_are(
             captured.notes.append(str(error))
     outside = OutsideLayers(captured)
     outside.verify()
+    refuse_kept_state(captured)
+    captured.notes += notes_on_attributes(captured)
     layers = layers_from(captured, wrap)
     layers.recipe.outside = outside
     return layers

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from deepspeed_partition.capture.decisions import Undecided
 from deepspeed_partition.capture.draws import keep_draws_that_matter
 from deepspeed_partition.capture.graph import Graph, graph_of
+from deepspeed_partition.capture.kept_state import keep_state_that_matters
 from deepspeed_partition.capture.program import ShapeError
 from deepspeed_partition.capture.recorder import CaptureError, record
 from deepspeed_partition.capture.recording import Recording, Ref, SizeOf
@@ -202,7 +203,8 @@ def _recorded(
     while True:
         try:
             recording = record(model, args, kwargs, state, call, decisions)
-            keep_draws_that_matter(recording, lambda: record(model, args, kwargs, state, call, decisions))
+            for keep in (keep_draws_that_matter, keep_state_that_matters):
+                keep(recording, lambda: record(model, args, kwargs, state, call, decisions))
             return recording
         except Undecided:
             refused = [

@@ -24,6 +24,7 @@ from torch import nn
 from deepspeed_partition.capture.captured import Captured, input_names_of, without_a_cache
 from deepspeed_partition.capture.element_attributes import ElementAttributes
 from deepspeed_partition.capture.graph import Graph
+from deepspeed_partition.capture.left_behind import held_by
 from deepspeed_partition.capture.model_layers import Layers, TiedLayer, fill
 from deepspeed_partition.capture.program import ShapeError
 from deepspeed_partition.capture.recorder import DECIDES, CaptureError, DrawsApartError, patched
@@ -627,7 +628,7 @@ def _is_under_checkpoint(frame: FrameType | None) -> bool:
 
 @contextmanager
 def _put_back(model: nn.Module) -> Iterator[None]:
-    """Put back the random numbers and buffers that a run with data changes.
+    """Put back the random numbers, attributes and buffers that a run with data changes.
 
     So are weights that a module writes which changes a buffer or a flag of its own, as where it notes that they
     are set, and that flag.
@@ -647,7 +648,8 @@ def _put_back(model: nn.Module) -> Iterator[None]:
         )
 
     devices = sorted({tensor.device.index or 0 for tensor in model.parameters() if tensor.is_cuda})
-    with torch.random.fork_rng(devices=devices), torch.no_grad():
+    held = held_by(model, None, ())
+    with held.put_back(), torch.random.fork_rng(devices=devices), torch.no_grad():
         try:
             with weights_kept([model], notes):
                 yield

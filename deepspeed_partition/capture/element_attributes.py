@@ -13,10 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed_partition.capture.recorder import CaptureError, patched
-
-_OF_HOSTS = ("training", "forward")
-"""What hosts set on modules, too."""
+from deepspeed_partition.capture.recorder import OF_HOSTS, CaptureError, patched
 
 
 def subclass_of(kind: type, members: Mapping[str, Any]) -> type:
@@ -57,7 +54,7 @@ class ElementAttributes:
     def of_elements_noted(self) -> Iterator[None]:
         """Note what elements set on themselves meanwhile, or put into what they hold."""
         lengths = dict(self._lengths())
-        with _noting(self._note):
+        with attributes_noted(self._note):
             yield
         self._left.update(
             dict.fromkeys(place for place, length in self._lengths() if lengths.get(place) != length)
@@ -77,11 +74,11 @@ class ElementAttributes:
             for owner, names in by_owner.items():
                 members = {name: self._refusing(owner, name) for name in names}
                 stack.enter_context(of_class(owner, subclass_of(type(owner), members)))
-            stack.enter_context(_noting(self._refuse_setting))
+            stack.enter_context(attributes_noted(self._refuse_setting))
             yield
 
     def _note(self, owner: nn.Module, name: str) -> None:
-        if owner in self._names and name not in _OF_HOSTS:
+        if owner in self._names and name not in OF_HOSTS:
             self._left[owner, name] = None
 
     def _lengths(self) -> Iterable[tuple[tuple[nn.Module, str], int]]:
@@ -101,7 +98,7 @@ class ElementAttributes:
         return property(read)
 
     def _refuse_setting(self, owner: nn.Module, name: str) -> None:
-        if owner in self._names and name not in _OF_HOSTS:
+        if owner in self._names and name not in OF_HOSTS:
             raise CaptureError(
                 f"the model's code sets {self._names[owner]}.{name} for each batch: {self._names[owner]} runs on "
                 "the rank that has it, and the code around it on others: give it the value as an argument"
@@ -109,7 +106,7 @@ class ElementAttributes:
 
 
 @contextmanager
-def _noting(note: Callable[[nn.Module, str], None]) -> Iterator[None]:
+def attributes_noted(note: Callable[[nn.Module, str], None]) -> Iterator[None]:
     """Tell a function of every attribute of a module that is set meanwhile, before it is set."""
     set_attribute = nn.Module.__setattr__
 

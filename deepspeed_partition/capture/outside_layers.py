@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from deepspeed_partition.capture.captured import Captured
+from deepspeed_partition.capture.kept_state import written_name
 from deepspeed_partition.capture.recorder import CaptureError
 from deepspeed_partition.code_names import LIBRARIES
 from deepspeed_partition.module_hooks import MODULE_HOOKS
@@ -49,6 +50,32 @@ class OutsideLayers:
                     f"{name or 'the model'} is cut into layers: hang it on modules that it calls, such as its "
                     "blocks, before layers are made"
                 )
+
+
+def refuse_kept_state(captured: Captured) -> None:
+    """Refuse a model whose own code keeps something in an attribute for its next run.
+
+    Raises:
+        CaptureError: it does; the message names the line.
+    """
+    for name, line in captured.graph.recording.kept.items():
+        raise CaptureError(
+            f"{type(captured.model).__name__} keeps {name} for its next run ({line}), and the layers that its "
+            "code is cut into begin each run with what that was in the capture: let a module of its own keep and "
+            "read it, or take it as an argument and return it"
+        )
+
+
+def notes_on_attributes(captured: Captured) -> Iterator[str]:
+    """What is lost of attributes that code sets which is cut into layers, one sentence for each."""
+    graph = captured.graph
+    opened = {"", *(name for name, _ in graph.opened)}
+    for (owner, name), each in graph.recording.sets.items():
+        if each.scope.target in opened and type(each.value) not in (int, float):
+            yield (
+                f"{written_name(owner, name)} is not set while layers run, into which the code that does is cut "
+                f"({each.line}): let it return the value where something reads it"
+            )
 
 
 def _hooks_of(part: nn.Module) -> Iterator[tuple[str, Any]]:

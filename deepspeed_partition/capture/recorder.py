@@ -37,6 +37,7 @@ from deepspeed_partition.capture.draws import Draws
 from deepspeed_partition.capture.left_behind import held_by
 from deepspeed_partition.capture.recording import (
     Attribute,
+    AttributeSet,
     Call,
     Device,
     Effects,
@@ -137,6 +138,8 @@ _SEEDING = [
     for name in (kind, f"{kind}_all")
     if name in vars(owner)
 ]
+OF_HOSTS = ("training", "forward")
+"""Attributes that hosts set on modules, too."""
 _SHAPE: Any = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _SIZE = torch.Tensor.size
 _STRIDE, _LENGTH = torch.Tensor.stride, torch.Tensor.__len__
@@ -172,11 +175,16 @@ class Tape:
         self._effects = Effects()
         self._known_storages: set[int] = set()
         self._modules = dict(model.named_modules())
-        self._module_names = {id(module): name for name, module in self._modules.items()}
+        self._path_of = {id(module): name for name, module in self._modules.items()}
+        self._module_names = dict(self._path_of)
+        """Those whose calls are modules of their own; in the end the model's is not."""
         self._outer_context = _state()
         self._random_units: set[int] = set()
         self._region = 0
         self.draws = Draws(model)
+        self._of_data: set[int] = set()
+        """The values that are not made of sizes and buffers alone."""
+        self._sets: dict[tuple[str, str], AttributeSet] = {}
 
     def input(self, tensor: torch.Tensor) -> Any:
         """A tensor without data, in the place of an argument."""
@@ -185,7 +193,7 @@ class Tape:
             fake = torch.empty(tensor.shape, dtype=dtype, device=self.device)
         if tensor.requires_grad:
             fake.requires_grad_(True)
-        self._value(fake, time=-1)
+        self._of_data.add(self._value(fake, time=-1))
         return fake
 
     # Values
@@ -342,9 +350,28 @@ class Tape:
         call = Call(next(self._time), self._numbers(), func, given, effects=effects, context=self._context())
         call.returned = self.template(out, time=call.time)
         call.end, call.where = call.time, model_line()
+        if effects.random or any(map(self._is_of_data, given.leaves)):
+            self._of_data.update(call.returned.refs())
         if getattr(func, "__name__", "") in ("lt", "__lt__"):
             self._remember_comparison(given, call.returned)
         self._scopes[-1].calls.append(call)
+
+    def _is_of_data(self, leaf: Any) -> bool:
+        """Whether a leaf of a template is a weight, or a tensor that is not made of sizes and buffers alone."""
+        if isinstance(leaf, Attribute):
+            return isinstance(self.weights.by_name[leaf.name], nn.Parameter)
+        return isinstance(leaf, Ref) and leaf.value in self._of_data
+
+    def _attribute_set(self, module: nn.Module, name: str, value: Any) -> None:
+        """Note an attribute in which code may keep something for its next run."""
+        owner = self._path_of.get(id(module))
+        if self._inside or not self._scopes or owner is None or name in OF_HOSTS:
+            return
+        before = vars(module).get(name)
+        is_number = type(value) in (int, float) and type(before) in (int, float) and value != before
+        values = (self._value_of.get(id(leaf)) for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor))
+        if is_number or not self._of_data.isdisjoint(values):
+            self._sets[owner, name] = AttributeSet(self._scopes[-1], value, model_line())
 
     def _numbers(self) -> tuple[int, ...]:
         return tuple(scope.time for scope in self._scopes)
@@ -450,7 +477,7 @@ class Tape:
                     id(tensor) in self._value_of or self.weights.name_of(tensor) is not None
                 )
                 if isinstance(tensor, FakeTensor) and not known:
-                    self._value(tensor)
+                    self._of_data.add(self._value(tensor))
                     self._whole("an operation is called in a way that torch does not show")
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -580,7 +607,7 @@ class Tape:
                         fake = torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device)
                         if wants and leaf.is_floating_point():
                             fake = fake.requires_grad_(True).clone()
-                        self._value(fake)
+                        self._of_data.add(self._value(fake))
                         leaf = fake
                     fakes.append(leaf)
         finally:
@@ -636,6 +663,12 @@ class Tape:
             self._function_called(functools.partial(_apply, cls), given, effects, out)
             return out
 
+        set_attribute = nn.Module.__setattr__
+
+        def set_noted(module: nn.Module, name: str, value: Any) -> None:
+            self._attribute_set(module, name, value)
+            set_attribute(module, name, value)
+
         length = builtins.len
 
         def length_of(value: Any) -> Any:
@@ -652,6 +685,7 @@ class Tape:
             stack.enter_context(patched(builtins, "len", length_of))
             stack.enter_context(patched(builtins, "range", CountedRange))
             stack.enter_context(patched(nn.Module, "__call__", called))
+            stack.enter_context(patched(nn.Module, "__setattr__", set_noted))
             if hasattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"):
                 stack.enter_context(
                     patched(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", region)
@@ -690,7 +724,7 @@ class Tape:
         return Recording(
             root, self.values, inputs, self.weights.of_storage, self.weights.by_name,
             dict(self.model.named_modules()), self.device, self.weights.dtypes,
-            self.weights.first_names,
+            self.weights.first_names, self._sets,
         )  # fmt: skip
 
     def _call_model(self, args: Any, kwargs: Any) -> Any:

@@ -124,6 +124,16 @@ class Call:
     """The generator of Python's or NumPy's that the module's own code draws from, with the line."""
 
 
+@dataclass(frozen=True, slots=True)
+class AttributeSet:
+    """An attribute that a module's code sets to a tensor of the batch, or to another number than before."""
+
+    scope: Call
+    """The module whose code does."""
+    value: Any
+    line: str
+
+
 @dataclass(slots=True)
 class Recording:
     """A model's calls for one set of arguments."""
@@ -141,3 +151,7 @@ class Recording:
     """The types of parameters and buffers, by all of their names."""
     first_names: dict[str, str]
     """What a parameter or buffer is called here, by all of its names."""
+    sets: dict[tuple[str, str], AttributeSet] = field(default_factory=dict)
+    """What modules' code sets, by the name of the module that gets it and of the attribute."""
+    kept: dict[str, str] = field(default_factory=dict)
+    """What the model's own code sets and its next run reads, as ``self.state``, each with its line."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 from collections.abc import Callable
@@ -267,3 +268,58 @@ def test_code_that_seeds_is_refused_or_stays_whole(kind):
     x = torch.randn(3, 8)
     for _ in range(2):
         torch.testing.assert_close(run_in_order(layers, x), model(x))
+
+
+class Keeping(nn.Module):
+    """Keeps something in an attribute, in one of the ways in which code does."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.last, self.kind = nn.Linear(8, 8), nn.Linear(8, 8), kind
+        self.state: Any = None
+        self.num_runs = self.length = 0
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.kind == "state":
+            x = x if self.state is None else x + self.state
+            self.state = x.detach().mean(0)
+        elif self.kind == "buffer":
+            self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+            x = x - self.mean
+        elif self.kind == "num_runs":
+            self.num_runs += 1
+            x = x * (2 if self.num_runs > 2 else 1)
+        elif self.kind == "not read":
+            self.state = x.detach()
+        elif self.kind == "read behind":
+            self.state = x.detach()
+            x = x + self.state.mean()
+        elif self.kind == "table":
+            if self.length < int(x.shape[0]):
+                self.length, self.table = int(x.shape[0]), torch.arange(int(x.shape[0]))[:, None]
+            x = x + self.table[: x.shape[0]]
+        return self.last(x)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("state", "state"), ("buffer", "mean"), ("num_runs", "num_runs")])
+def test_what_code_keeps_for_its_next_run_is_refused_or_stays_whole(kind, name):
+    """The layers began each run with what was there in the capture: truncated backpropagation had no state."""
+    refusal = rf"^Keeping keeps self\.{name} for its next run \(.*test_beside_calls\.py:\d+\)"
+    with pytest.raises(CaptureError, match=refusal):
+        layers_as_they_are(Keeping(kind), (torch.randn(3, 8),), {})
+    model = nn.Sequential(Keeping(kind), nn.Linear(8, 8))
+    alone, layers = copy.deepcopy(model), layers_as_they_are(model, (torch.randn(3, 8),), {})
+    for _ in range(4):
+        x = torch.randn(3, 8)
+        torch.testing.assert_close(run_in_order(layers, x), alone(x))
+
+
+@pytest.mark.parametrize(("kind", "is_told"), [("not read", True), ("read behind", True), ("table", False)])
+def test_what_code_sets_for_this_run_alone_hinders_nothing(kind, is_told):
+    model = Keeping(kind)
+    layers = layers_as_they_are(model, (torch.randn(3, 8),), {})
+    told = [note for note in layers.captured.notes if "self.state is not set while layers run" in note]
+    assert len(layers) == 2 and len(told) == is_told
+    assert_same(model, layers, [((torch.randn(3, 8),), {})])
