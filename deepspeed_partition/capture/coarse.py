@@ -362,6 +362,8 @@ class CoarseRecipe:
 
     captured: Coarse
     running: Coarse | None = None
+    outside: None = None
+    """The model's own code runs, and reads what is there."""
 
     @property
     def now(self) -> Coarse:

@@ -74,7 +74,7 @@ class Held:
 
     def add_names_of(self, methods: Mapping[type, Any], function: Any) -> None:
         """Add the variables that code, and the functions that it calls, read of files, classes and functions."""
-        search = CodeSearch(_may_keep_results)
+        search = CodeSearch(is_no_librarys)
         search.read(function, None)
         for kind, method in methods.items():
             search.read(method, kind)
@@ -103,7 +103,8 @@ class Held:
                     table[key] = value
 
 
-def _may_keep_results(module: str | None) -> bool:
+def is_no_librarys(module: str | None) -> bool:
+    """Whether a file, by the name of its module, is the program's or an installed model's."""
     package = (module or "").partition(".")[0]
     return package not in LIBRARIES and package != "numpy" and package not in sys.stdlib_module_names
 

@@ -194,6 +194,8 @@ class Recipe:
     """What the layers run; None: the call that they were made of."""
     outside: OutsideLayers | None = None
     """What is verified before a layer runs; None where a host does that."""
+    _stale: tuple[dict[Any, list[Program]], str] = field(default_factory=lambda: ({}, ""))
+    """The programs before the last change of what code reads, and that change in words."""
 
     def __deepcopy__(self, _: Any) -> Recipe:
         return self
@@ -274,11 +276,27 @@ class Recipe:
         """What a layer runs, in the state in which its modules are."""
         if self.outside is not None:
             self.outside.verify()
+            if change := self.outside.changes():
+                self._stale, self.programs = (self.programs, change), {}
         running = self.running or self
         state = self._state(number, module)
         if state not in running.programs:
             running.programs[state] = self._captured_again(running.captured, *state)
+            self._verify_ends(state)
         return running.programs[state][number]
+
+    def _verify_ends(self, state: tuple[Any, ...]) -> None:
+        """Refuse programs that pass on something else than those before a change of what code reads.
+
+        Raises:
+            CaptureError: they do.
+        """
+        stale, change = self._stale
+        if state in stale and _ends(stale[state]) != _ends(self.programs[state]):
+            raise CaptureError(
+                f"{change}: the code that reads it, which was cut into layers, goes another way then, and other "
+                "tensors cross their boundaries: let a module of its own read it"
+            )
 
     def _state(self, number: int, module: nn.Module) -> tuple[Any, ...]:
         """Training or evaluation, what weights were changed to, and autocast."""
@@ -341,6 +359,13 @@ def cut_off_weights(layers: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
         for own, weight in layer.named_parameters()
         if own in frozen and layer.recipe.is_cut_off(own)
     }
+
+
+def _ends(programs: Sequence[Program]) -> list[Any]:
+    """How many tensors each layer takes and returns, and whether numbers are among them."""
+    return [
+        (len(each.inputs), len(each.outputs), bool(each.numbers_in), bool(each.numbers_out)) for each in programs
+    ]
 
 
 def programs_like(recipe: Recipe, graph: Graph, input_names: list[str]) -> list[Program]:

@@ -1,24 +1,36 @@
 """What a program puts on the modules that no layer holds, since their own code was written down.
 
-Such are the model itself and the modules that were opened. A hook on one of them is called by no layer.
+Such are the model itself and the modules that were opened. A hook on one of them is called by no layer. A number
+that their code reads of an attribute is in the layers what it was when that code was written down.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from deepspeed_partition.capture.captured import Captured
 from deepspeed_partition.capture.kept_state import written_name
-from deepspeed_partition.capture.recorder import CaptureError
-from deepspeed_partition.code_names import LIBRARIES
+from deepspeed_partition.capture.left_behind import is_no_librarys
+from deepspeed_partition.capture.recorder import OF_HOSTS, CaptureError
+from deepspeed_partition.code_names import LIBRARIES, CodeSearch, forward_of
+from deepspeed_partition.generators import members_of
 from deepspeed_partition.module_hooks import MODULE_HOOKS
 
 _LIBRARIES = frozenset((*LIBRARIES, "accelerate", "diffusers", "peft", "torchmetrics", "transformers"))
 """Whose hooks are part of what is written down, or of a host."""
+
+
+_MOST_MEMBERS = 100
+"""Members of a dict up to which each is looked at before each run of a layer."""
+_PLAIN = frozenset((bool, int, float, complex, str, type(None)))
+CHANGES = (
+    "{} is {} now and was {} when the code that reads it was written down as layers: it is written down anew for "
+    "each change, which takes about as long as making them; a tensor among the model's arguments may change"
+)
 
 
 class OutsideLayers:
@@ -33,6 +45,9 @@ class OutsideLayers:
         names = dict.fromkeys(("", *sorted(name for name, _ in captured.graph.opened)))
         self._opened = {name: modules[name] for name in names}
         self._hooks = [vars(part)[table] for part in self._opened.values() for table in MODULE_HOOKS]
+        self._read = [read for name, part in self._opened.items() for read in _read_by(name, part)]
+        self.tell: Callable[[str], object] = lambda sentence: None
+        """Is given what a user should be told once."""
 
     def verify(self) -> None:
         """Refuse hooks that no layer calls.
@@ -50,6 +65,16 @@ class OutsideLayers:
                     f"{name or 'the model'} is cut into layers: hang it on modules that it calls, such as its "
                     "blocks, before layers are made"
                 )
+
+    def changes(self) -> str:
+        """Take what code reads for what it is now; return what has changed since it was read, or nothing."""
+        changed = [read for read in self._read if read.now is not read.value and read.now != read.value]
+        if not changed:
+            return ""
+        self._read = [read._replace(value=read.now) for read in self._read]
+        first = changed[0]
+        self.tell(CHANGES.format(first.written, repr(first.now), repr(first.value)))
+        return f"{first.written} is {first.now!r} now and was {first.value!r}"
 
 
 def refuse_kept_state(captured: Captured) -> None:
@@ -76,6 +101,41 @@ def notes_on_attributes(captured: Captured) -> Iterator[str]:
                 f"{written_name(owner, name)} is not set while layers run, into which the code that does is cut "
                 f"({each.line}): let it return the value where something reads it"
             )
+
+
+class _Read(NamedTuple):
+    """A number, a string or the like that code reads of an attribute, or of what is in one."""
+
+    table: Mapping[str, Any]
+    key: str
+    written: str
+    value: Any
+
+    @property
+    def now(self) -> Any:
+        return self.table.get(self.key)
+
+
+def _read_by(path: str, part: nn.Module) -> Iterator[_Read]:
+    """What the code of a module reads of its attributes that stands for itself, two objects or dicts deep."""
+    search = CodeSearch(is_no_librarys)
+    search.read(forward_of(part), type(part))
+    written = ".".join(filter(None, ("self", path)))
+    yield from _plain_values(vars(part), search.written.difference(OF_HOSTS), written, 2)
+
+
+def _plain_values(
+    table: Mapping[str, Any], names: Container[str] | None, written: str, depth: int
+) -> Iterator[_Read]:
+    for key, value in list(table.items()):
+        if not isinstance(key, str) or (names is not None and key not in names):
+            continue
+        if type(value) in _PLAIN:
+            yield _Read(table, key, f"{written}.{key}", value)
+        elif depth and isinstance(value, dict) and len(value) <= _MOST_MEMBERS:
+            yield from _plain_values(value, None, f"{written}.{key}", depth - 1)
+        elif depth and (members := members_of(value)) is not None:
+            yield from _plain_values(members, names, f"{written}.{key}", depth - 1)
 
 
 def _hooks_of(part: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,7 @@ from deepspeed_partition.capture import Captured, CaptureError, Layers, layers_a
 from deepspeed_partition.capture.coarse import coarse_layers
 from deepspeed_partition.capture.model_layers import TiedLayer
 from deepspeed_partition.engine.pipeline.shared_weights import TiedModule
-from deepspeed_partition.engine.runtime.environment import announce
+from deepspeed_partition.engine.runtime.environment import announce, warn_once
 
 
 def layers_of(model: nn.Module, *args: Any, **kwargs: Any) -> Layers:
@@ -20,6 +20,8 @@ def layers_of(model: nn.Module, *args: Any, **kwargs: Any) -> Layers:
     layers = layers_as_they_are(model, args, kwargs, wrap=_tied)
     for note in layers.captured.notes:
         announce(note)
+    if layers.recipe.outside is not None:
+        layers.recipe.outside.tell = functools.partial(warn_once, "read by captured code")
     return layers
 
 

@@ -323,3 +323,50 @@ def test_what_code_sets_for_this_run_alone_hinders_nothing(kind, is_told):
     told = [note for note in layers.captured.notes if "self.state is not set while layers run" in note]
     assert len(layers) == 2 and len(told) == is_told
     assert_same(model, layers, [((torch.randn(3, 8),), {})])
+
+
+class Scaling(nn.Module):
+    """Multiplies by numbers that a program may change, each kept in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.scale, self.unread = nn.Linear(8, 8), nn.Linear(8, 8), 1.0, 0
+        self.options, self.kept, self.is_deep = {"scale": 1.0}, Kept(), False
+        self.kept.scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        kept = torch.relu(x) if self.is_deep else x
+        x = self.last(x) * self.scale * self.options["scale"] * self.kept.scale
+        return x + kept.detach() if self.is_deep else x
+
+
+CHANGED: dict[str, Callable[[Scaling, float], None]] = {
+    "self.scale": lambda model, value: setattr(model, "scale", value),
+    "self.options.scale": lambda model, value: model.options.update(scale=value),
+    "self.kept.scale": lambda model, value: setattr(model.kept, "scale", value),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize("within", [False, True])
+def test_a_number_that_code_reads_may_change(name, within):
+    """It stayed what it was in the capture, in silence: a weight of a loss that a schedule lowers."""
+    inner = Scaling()
+    model = nn.Sequential(nn.Linear(8, 8), inner) if within else inner
+    layers, x, told = layers_as_they_are(model, (torch.randn(3, 8),), {}), torch.randn(3, 8), []
+    layers.recipe.outside.tell = told.append
+    for value in (1.0, 0.5, 0.5, 3.0):
+        CHANGED[name](inner, value)
+        inner.unread += 1
+        torch.testing.assert_close(run_in_order(layers, x), model(x))
+    written = name.replace("self", "self.1") if within else name
+    assert len(told) == 2 and told[0].startswith(f"{written} is 0.5 now and was 1.0")
+
+
+def test_a_number_by_which_other_tensors_cross_boundaries_is_refused():
+    model = Scaling()
+    layers = layers_as_they_are(model, (torch.randn(3, 8),), {})
+    model.is_deep = True
+    with pytest.raises(CaptureError, match=r"^self\.is_deep is True now and was False: the code that reads it"):
+        run_in_order(layers, torch.randn(3, 8))
