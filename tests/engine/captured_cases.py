@@ -150,6 +150,38 @@ def groups_and_hooks_by_the_models_names(_: Path) -> None:
     torch.testing.assert_close(state, dict(alone.state_dict()), rtol=1e-4, atol=1e-6)
 
 
+class Scaled(LanguageModel):
+    """Multiplies its logits by a number that a program changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, tokens: torch.Tensor, padding: Any = None, *, labels: Any = None) -> dict[str, Any]:
+        logits = super().forward(tokens, padding, labels=labels)["logits"] * self.scale
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def a_number_that_the_models_code_reads_changes(_: Path) -> None:
+    """It stayed what it was in the capture; each rank records the code again, while weights train."""
+    batches, models = data(4), []
+    for _number in range(2):
+        torch.manual_seed(0)
+        models.append(Scaled())
+    alone, piped = models
+
+    def descent(module: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(module.parameters(), lr=0.1)
+
+    layers = deepspeed_partition.layers_of(piped, **arguments(0))
+    engine, _, _ = start(layers, [0, len(layers) // 2, len(layers)], optimizer=descent, loss_fn=loss_of,
+                         seed_layers=False)  # fmt: skip
+    for step, scale in enumerate((1.0, 0.5, 0.5, 2.0)):
+        alone.scale = piped.scale = scale
+        _, expected = trained_alone(batches[step : step + 1], alone, descent)
+        same(train(engine, batches[step : step + 1]), expected)
+
+
 def another_length_than_the_capture_holds_for(_: Path) -> None:
     """All ranks raise, with the line of the model's source, and the next batch trains as if nothing had been."""
     torch.manual_seed(0)
@@ -296,5 +328,6 @@ def weights_that_are_unfrozen_later(_: Path) -> None:
 CASES = [
     weights_that_are_unfrozen_later,
     a_model_as_it_is, a_model_as_it_is_plans_and_moves, groups_and_hooks_by_the_models_names,
-    another_length_than_the_capture_holds_for, half_precision_is_that_of_layers_by_hand,
+    a_number_that_the_models_code_reads_changes, another_length_than_the_capture_holds_for,
+    half_precision_is_that_of_layers_by_hand,
 ]  # fmt: skip
