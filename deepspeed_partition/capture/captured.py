@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from deepspeed_partition.capture.decisions import Undecided
 from deepspeed_partition.capture.draws import keep_draws_that_matter
-from deepspeed_partition.capture.graph import Graph, graph_of
+from deepspeed_partition.capture.graph import Graph, graph_of, notes_on_recomputation
 from deepspeed_partition.capture.kept_state import keep_state_that_matters
 from deepspeed_partition.capture.program import ShapeError
 from deepspeed_partition.capture.recorder import CaptureError, record
@@ -107,6 +107,7 @@ def capture(
     if call is None:
         kwargs, notes = without_a_cache(model, args, kwargs)
     graph = recorded_graph(model, args, kwargs, call)
+    notes = [*notes, *notes_on_recomputation(graph)]
     shells = tuple(without_data(part) for part in (args, kwargs))
     return Captured(
         model, graph, input_names_of(call or model, args, kwargs), _output_names(graph), (shells[0], shells[1]),

@@ -28,6 +28,8 @@ SEEDS = (
     "sets the state of random generators by {}, which its layers, on several ranks, do not do: make what is drawn "
     "so once, in __init__() and as a buffer, or let a module of its own seed and draw"
 )
+MOST_LINES = 3
+"""Lines that a sentence names."""
 LARGE = 1 / 12
 """A module with more than this share of the model's work is opened, to have more places for boundaries."""
 
@@ -344,6 +346,19 @@ class _Opening:
 
     def _condition(self, condition: Condition) -> Condition:
         return Condition(self._substituted(condition.expression), condition.outcome, condition.where)
+
+
+def notes_on_recomputation(graph: Graph) -> list[str]:
+    """What a user should be told where code asks for recomputation that layers do not do."""
+    kept = [node.call for node in graph.nodes if node.call.in_checkpoint and node.call.effects.kept]
+    lines = list(dict.fromkeys(call.where for call in kept if call.where))
+    if not lines:
+        return []
+    shown = ", ".join([*lines[:MOST_LINES], *["..."] * (len(lines) > MOST_LINES)])
+    return [
+        f"torch.utils.checkpoint runs code that is no module, and layers recompute modules alone ({shown}): what "
+        "that code computes between them is kept for the backward. Give checkpoint a module whose forward() has it"
+    ]
 
 
 def returned_by(call: Call) -> Template:

@@ -349,7 +349,7 @@ class Tape:
             return
         call = Call(next(self._time), self._numbers(), func, given, effects=effects, context=self._context())
         call.returned = self.template(out, time=call.time)
-        call.end, call.where = call.time, model_line()
+        call.end, call.where, call.in_checkpoint = call.time, model_line(), bool(self._region)
         if effects.random or any(map(self._is_of_data, given.leaves)):
             self._of_data.update(call.returned.refs())
         if getattr(func, "__name__", "") in ("lt", "__lt__"):

@@ -113,6 +113,8 @@ class Call:
     """Why it cannot be run as one; empty where it can."""
     recomputed: bool = False
     """Whether it was called through torch's ``checkpoint``."""
+    in_checkpoint: bool = False
+    """Whether it is a function that code calls which is no module and that torch's ``checkpoint`` runs."""
     conditions: list[Condition] = field(default_factory=list)
     """Asked by the module's own code, between its calls."""
     end: int = 0

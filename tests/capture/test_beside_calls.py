@@ -12,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from deepspeed_partition.capture import CaptureError, ShapeError, capture, layers_as_they_are  # noqa: E402
 from tests.capture.comparing import assert_same, captured_layers, run_in_order  # noqa: E402
@@ -370,3 +371,31 @@ def test_a_number_by_which_other_tensors_cross_boundaries_is_refused():
     model.is_deep = True
     with pytest.raises(CaptureError, match=r"^self\.is_deep is True now and was False: the code that reads it"):
         run_in_order(layers, torch.randn(3, 8))
+
+
+class Recomputing(nn.Module):
+    """Runs a method of its own, or its modules, under ``checkpoint``."""
+
+    def __init__(self, *, modules: bool, reentrant: bool) -> None:
+        super().__init__()
+        self.layers, self.modules_alone = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), modules
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer if self.modules_alone else self._gated, x, use_reentrant=self.reentrant)
+        return x
+
+    def _gated(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](x).exp().sigmoid() * x
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("modules", [False, True])
+def test_recomputation_of_code_that_is_no_module_is_told(modules, reentrant):
+    """It was not done, and nothing was said: more memory than the model asks for."""
+    model = Recomputing(modules=modules, reentrant=reentrant)
+    layers = layers_as_they_are(model, (torch.randn(3, 8, requires_grad=True),), {})
+    told = [note for note in layers.captured.notes if "torch.utils.checkpoint runs code that is no module" in note]
+    assert len(told) == (not modules) and all("test_beside_calls.py:" in note for note in told)
+    assert_same(model, layers, [((torch.randn(3, 8, requires_grad=True),), {})])
