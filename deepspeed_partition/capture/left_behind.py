@@ -2,7 +2,8 @@
 
 Code keeps masks and tables in attributes, in lists and dicts, in variables of its file and behind ``lru_cache``.
 Those of a run without data have no data either, and have numbers among their keys that stand for sizes. So all of
-it becomes what it was: neither the model's own code finds any later, nor another recording.
+it becomes what it was: neither the model's own code finds any later, nor another recording. Hooks that the code
+hangs on modules stay, as transformers 5 does when a model is first called, and so do the flags that tell of them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from deepspeed_partition.generators import members_of
 
 _DEPTH = 3
 """How deep containers and objects within an attribute are looked into."""
+_TABLES_OF_HOOKS = frozenset(name for name in vars(nn.Module()) if "hooks" in name)
 _MOST_MEMBERS = 1000
 """Members of a container up to which each is looked into."""
 
@@ -43,6 +45,7 @@ class Held:
 
     def __init__(self) -> None:
         self._tables: list[tuple[Any, Any]] = []
+        self._hooks: list[tuple[Mapping[Any, Any], dict[Any, Any]]] = []
         self._variables: list[tuple[MutableMapping[str, Any], str, Any]] = []
         self._caches: list[Callable[[], None]] = []
         self._seen: dict[int, Any] = {}
@@ -55,6 +58,9 @@ class Held:
         if isinstance(value, CACHE):
             self._caches.append(without_added(value))
         elif isinstance(value, nn.Module):
+            hooks = [table for name, table in vars(value).items() if name in _TABLES_OF_HOOKS]
+            self._seen.update((id(table), table) for table in hooks)
+            self._hooks += [(table, dict(table)) for table in hooks]
             self._add_table(vars(value), _DEPTH + 1)
         elif isinstance(value, tuple):
             self._add_each(value, depth)
@@ -96,8 +102,9 @@ class Held:
         finally:
             for drop in self._caches:
                 drop()
+            have_hooks = any(not _is_same(table, before) for table, before in self._hooks)
             for table, before in self._tables:
-                _put_back(table, before)
+                _put_back(table, before, flags_stay=have_hooks)
             for table, key, value in self._variables:
                 if table.get(key) is not value and not isinstance(value, Iterator):
                     table[key] = value
@@ -109,8 +116,10 @@ def is_no_librarys(module: str | None) -> bool:
     return package not in LIBRARIES and package != "numpy" and package not in sys.stdlib_module_names
 
 
-def _put_back(table: Any, before: Any) -> None:
+def _put_back(table: Any, before: Any, *, flags_stay: bool) -> None:
     if isinstance(table, dict):
+        if flags_stay:
+            before = {**before, **{key: value for key, value in table.items() if value is True}}
         # An iterator may have been put back by another one, which gives what was taken from it.
         before = {
             key: table.get(key, value) if isinstance(value, Iterator) else value for key, value in before.items()
