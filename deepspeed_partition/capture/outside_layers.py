@@ -45,7 +45,10 @@ class OutsideLayers:
         names = dict.fromkeys(("", *sorted(name for name, _ in captured.graph.opened)))
         self._opened = {name: modules[name] for name in names}
         self._hooks = [vars(part)[table] for part in self._opened.values() for table in MODULE_HOOKS]
-        self._read = [read for name, part in self._opened.items() for read in _read_by(name, part)]
+        # What a run sets itself before it reads it may be anything beforehand.
+        sets = {(id(vars(modules[owner])), name) for owner, name in captured.graph.recording.sets}
+        every = [read for name, part in self._opened.items() for read in _read_by(name, part)]
+        self._read = [read for read in every if (id(read.table), read.key) not in sets]
         self.tell: Callable[[str], object] = lambda sentence: None
         """Is given what a user should be told once."""
 
@@ -68,7 +71,7 @@ class OutsideLayers:
 
     def changes(self) -> str:
         """Take what code reads for what it is now; return what has changed since it was read, or nothing."""
-        changed = [read for read in self._read if read.now is not read.value and read.now != read.value]
+        changed = [read for read in self._read if read.is_changed]
         if not changed:
             return ""
         self._read = [read._replace(value=read.now) for read in self._read]
@@ -114,6 +117,11 @@ class _Read(NamedTuple):
     @property
     def now(self) -> Any:
         return self.table.get(self.key)
+
+    @property
+    def is_changed(self) -> bool:
+        now = self.now
+        return now is not self.value and (type(now) not in _PLAIN or bool(now != self.value))
 
 
 def _read_by(path: str, part: nn.Module) -> Iterator[_Read]:
