@@ -705,7 +705,7 @@ def _try_out(model: nn.Module, coarse: Coarse, layers: Sequence[nn.Module], args
             with _put_back(model):
                 torch.manual_seed(0)
                 expected = coarse.inputs_of(model(*args, **kwargs))
-                changed = [buffer.clone() for buffer in model.buffers()]
+                changed = {name: buffer.clone() for name, buffer in model.named_buffers()}
             with _put_back(model):
                 torch.manual_seed(0)
                 passed: Any = coarse.inputs_of(*args, **kwargs)
@@ -719,8 +719,8 @@ def _try_out(model: nn.Module, coarse: Coarse, layers: Sequence[nn.Module], args
                 except Exception as error:
                     kind = "" if isinstance(error, ShapeError) else f"{type(error).__name__}: "
                     raise CaptureError(f"{kind}{error}") from error
-                buffers = list(model.buffers())
-                if any(not torch.equal(one, other) for one, other in zip(buffers, changed, strict=True)):
+                buffers = dict(model.named_buffers())
+                if any(not torch.equal(changed[name], buffers[name]) for name in changed.keys() & buffers.keys()):
                     raise CaptureError("the code around its elements changes a buffer, and would change it twice")
             actual = coarse.inputs_of(passed)
             same = len(actual) == len(expected) and all(map(_close, actual, expected))

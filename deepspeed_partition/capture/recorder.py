@@ -255,9 +255,14 @@ class Tape:
 
     def _seeds(self, function: str) -> None:
         """Note that code sets the state of torch's generators: a layer would not do so again."""
-        for scope in self._scopes[-1:]:
+        for scope in self._scopes[-1:] if not self._is_steps() else ():
             scope.seeds = scope.seeds or f"{function} ({model_line()})"
             self._whole(f"its code sets the state of random generators by {function}")
+
+    def _is_steps(self) -> bool:
+        """Whether a step's own code runs, which the host runs itself around the layers."""
+        is_step = self.call is not self.model or getattr(self.model.forward, "ends_in_a_loss", False)
+        return is_step and len(self._scopes) == 1
 
     def _note(self, expression: Any, outcome: Any) -> None:
         if self._scopes and not self._inside:
@@ -297,7 +302,7 @@ class Tape:
     def _hook_hung(self, func: Any, given: Template) -> None:
         """Write down that code hangs a hook on a tensor, which the layer that makes it does in each run."""
         tensor = given.leaves[0]
-        if isinstance(tensor, Attribute) and func is not torch.Tensor.retain_grad:
+        if isinstance(tensor, Attribute) and func is not torch.Tensor.retain_grad and not self._is_steps():
             self._whole(HANGS_ON_WEIGHT.format(weight=tensor.name))
         if isinstance(tensor, Ref):
             self._add(functools.partial(hang, func), given, hangs_hook=True)
@@ -717,7 +722,7 @@ class Tape:
             self._outer_context = _state()
             out = self._call_model(fake_args, fake_kwargs)
             # A step may draw behind its last call, what it makes a loss of.
-            if self.call is self.model and not getattr(self.model.forward, "ends_in_a_loss", False):
+            if not self._is_steps():
                 self._note_draws(getattr(inspect.unwrap(self.model.forward), "__code__", None))
         self._scopes.pop()
         self.closed(root, out)
