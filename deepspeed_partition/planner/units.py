@@ -12,17 +12,23 @@ _SIZES = {"": 1, "B": 1} | {
     for power, prefix in enumerate("KMGTP", start=1)
 }
 _DURATIONS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
-_QUANTITY = re.compile(r"\s*((?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµ]*?)(?:/s)?\s*")
+_QUANTITY = re.compile(r"\s*((?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµ]*?)(/s)?\s*")
+_BITS = re.compile(r"[KMGTPkmgtp]?i?b")
+"""Units of bits: their b is small."""
 
 
-def _parse(value: object, units: dict[str, float], what: str) -> float:
-    """Return a finite number, not negative, in the unit that has the factor 1."""
+def _parse(value: object, units: dict[str, float], what: str, *, per_second: bool = False) -> float:
+    """Return a finite number, not negative, in the unit that has the factor 1.
+
+    Args:
+        per_second: whether ``/s`` may stand behind the unit.
+    """
     number = value
     if isinstance(value, str):
         match = _QUANTITY.fullmatch(value)
         lookup = {unit.lower(): factor for unit, factor in units.items()}
         number = None
-        if match is not None and match.group(2).lower() in lookup:
+        if match is not None and match.group(2).lower() in lookup and (per_second or not match.group(3)):
             digits, factor = match.group(1), lookup[match.group(2).lower()]
             # Whole numbers stay exact beyond 2**53; longer ones are infinite anyway.
             number = (int(digits) if digits.isdecimal() and len(digits) <= 308 else float(digits)) * factor
@@ -44,13 +50,28 @@ def parse_bandwidth(value: str | int | float) -> float:
     """Return bytes per second: ``"12GB/s"`` is 12e9, a plain number is bytes per second.
 
     Raises:
-        ValueError: the value is not a bandwidth, not finite, or not more than 0.
+        ValueError: the value is not a bandwidth, not finite, or not more than 0; or it is in bits.
     """
     what = "a bandwidth: write it like 12GB/s or a number of bytes per second, more than zero"
-    parsed = float(_parse(value, dict(_SIZES), what))
+    parsed = float(_parse(value, dict(_SIZES), what, per_second=True))
     if not parsed:
         raise ValueError(f"{shown(value)} is not {what}")
+    if isinstance(value, str):
+        _check_in_bytes(value)
     return parsed
+
+
+def _check_in_bytes(bandwidth: str) -> None:
+    """Refuse a bandwidth with a small b: links are sold in bits, and sizes are often written in small letters."""
+    match = _QUANTITY.fullmatch(bandwidth)
+    assert match is not None
+    number, unit = float(match.group(1)), match.group(2)
+    if _BITS.fullmatch(unit):
+        in_bytes = f"{unit[:-1].capitalize()}B/s"
+        raise ValueError(
+            f"{shown(bandwidth)} is in bits, for its small b: write {number / 8:.12g}{in_bytes}, or "
+            f"{number:.12g}{in_bytes} if bytes are meant"
+        )
 
 
 def parse_seconds(value: str | int | float) -> float:

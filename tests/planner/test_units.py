@@ -52,6 +52,33 @@ def test_zero_bandwidth_is_refused():
         parse_bandwidth("0")
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("100Gb/s", "write 12.5GB/s, or 100GB/s if bytes are meant"),
+        ("100gb/s", "write 12.5GB/s, or 100GB/s if bytes are meant"),
+        ("10 Gib", "write 1.25GiB/s, or 10GiB/s if bytes are meant"),
+        ("8e9b/s", "write 1000000000B/s, or 8000000000B/s if bytes are meant"),
+        ("100 kb/s", "write 12.5KB/s, or 100KB/s if bytes are meant"),
+    ],
+)
+def test_a_bandwidth_in_bits_is_refused(text, words):
+    """100 gigabits per second, as links are sold, were read as 100 gigabytes: eight times too fast."""
+    with pytest.raises(ValueError, match="is in bits, for its small b: " + words):
+        parse_bandwidth(text)
+    for option in ("bandwidth", "port_bandwidth", "copy_bandwidth"):
+        with pytest.raises(ValueError, match=f"'{option}': .* is in bits"):
+            Options.from_mapping({option: text})
+
+
+def test_only_a_bandwidth_is_per_second():
+    with pytest.raises(ValueError, match="'16GB/s' is not a size"):
+        parse_size("16GB/s")
+    with pytest.raises(ValueError, match="'10us/s' is not a time"):
+        parse_seconds("10us/s")
+    assert parse_bandwidth("1e9/s") == 1e9
+
+
 def test_formats():
     assert [format_bytes(n) for n in (0, 999, 1500, 3435973836)] == ["0 B", "999 B", "1.5 kB", "3.44 GB"]
     assert [format_seconds(s) for s in (0, 2e-9, 0.0123, 68)] == ["0 s", "2 ns", "12.3 ms", "68 s"]
