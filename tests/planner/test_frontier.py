@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
 
-from deepspeed_partition import InfeasibleError, Platform, replay
+from deepspeed_partition import InfeasibleError, Plan, Platform, replay
 from deepspeed_partition.cli import cli
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.report.frontier import RESOLUTION, frontier
@@ -94,3 +95,16 @@ def test_command_line(tmp_path) -> None:
     # No memory at all was once taken for a --memory that was left out.
     result = CliRunner().invoke(cli, [*arguments, "--memory", "0"])
     assert isinstance(result.exception, ValueError) and "memory_bytes is 0" in str(result.exception)
+
+
+@pytest.mark.parametrize("option", ["--split-backward", "--recompute=micro-batch", "--port-bandwidth=50B/s"])
+def test_what_no_chosen_period_is_planned_with(option: str, tmp_path) -> None:
+    """They failed by an error about ``period_seconds``, which nobody had given."""
+    halves = [replace(each, backward_input_seconds=1, backward_weight_seconds=1) for each in LAYERS.layers]
+    layers = replace(LAYERS, layers=tuple(halves))
+    layers.save(tmp_path / "chain.json")
+    arguments = ["frontier", str(tmp_path / "chain.json"), "--devices", "3", "--bandwidth", "100B/s", option]
+    result = CliRunner().invoke(cli, [*arguments, "--algorithm", "contiguous", "--time-limit", "1", "--json"])
+    assert result.exit_code == 0, result.exception
+    points = json.loads(result.stdout)["points"]
+    assert points and all(replay(Plan.from_dict(point["plan"]), layers).violations == () for point in points)

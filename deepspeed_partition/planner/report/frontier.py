@@ -14,6 +14,7 @@ from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.planning.make_plan import make_plan
 from deepspeed_partition.planner.planning.problems import DEFAULT_TIME_LIMIT_SECONDS
 from deepspeed_partition.planner.problem import Chain, Platform
+from deepspeed_partition.planner.recomputation import PER_MICRO_BATCH
 from deepspeed_partition.planner.weight_versions import FLUSH
 
 RESOLUTION = 0.02
@@ -87,8 +88,9 @@ def frontier(
         time_limit_seconds: the limit for all plans together.
         recompute: what may run its forward again, as in ``make_plan``.
         split_backward: whether backwards may be two operations, as in ``make_plan``.
-        weight_versions: what becomes of the weights, as in ``make_plan``; other modes than ``"flush"`` are not
-            planned again for less memory.
+        weight_versions: what becomes of the weights, as in ``make_plan``. Other modes than ``"flush"`` are not
+            planned again for less memory, nor are backwards in two operations, recomputation micro-batch by
+            micro-batch, and ports: no plan for a chosen period is known of them.
 
     Raises:
         InfeasibleError: not even the first plan fits.
@@ -96,6 +98,15 @@ def frontier(
     """
     limit = DEFAULT_TIME_LIMIT_SECONDS if time_limit_seconds is None else time_limit_seconds
     deadline = Deadline(limit, within=deadline)
+    # What make_plan takes together with a chosen period.
+    can_save = (
+        num_micro_batches is None
+        and algorithm in SAVES_MEMORY
+        and weight_versions == FLUSH
+        and not split_backward
+        and recompute != PER_MICRO_BATCH
+        and platform.port_bandwidth is None
+    )
 
     def plan_for(memory_bytes: int) -> Plan:
         smaller = replace(platform, memory_bytes=memory_bytes)
@@ -111,7 +122,6 @@ def frontier(
             weight_versions=weight_versions,
         )
         plan = make(num_micro_batches=num_micro_batches)
-        can_save = num_micro_batches is None and algorithm in SAVES_MEMORY and weight_versions == FLUSH
         return _in_less_memory(plan, make) if can_save else plan
 
     plans, complete = _descent(platform.memory_bytes, plan_for, deadline)

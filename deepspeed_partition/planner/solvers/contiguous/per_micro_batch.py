@@ -21,6 +21,7 @@ from fractions import Fraction
 
 from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import Deadline
+from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES
 from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.constraint_program import is_installed
 from deepspeed_partition.planner.solvers.contiguous.optimal import Contiguous
@@ -81,9 +82,11 @@ def partitions(problem: Problem, answer: Answer) -> list[Placement]:
     cuts: list[Cuts] = list(answer.cuts[:1])
     cuts += [pattern.placement.cuts for pattern in answer.patterns[:1] if pattern.placement.is_contiguous]
     alone = [Placement.contiguous(each, choice_at(problem, each, None)) for each in answer.cuts[:1]]
-    for more in MORE_MEMORY:
-        roomy = problem.with_memory(int(problem.platform.memory_bytes * more))
-        cuts += Contiguous().solve(roomy).cuts[:1]
+    memory_bytes = problem.platform.memory_bytes
+    # A frontier begins with the largest memory that a device may have.
+    larger = (min(int(memory_bytes * more), LARGEST_MEMORY_BYTES) for more in MORE_MEMORY)
+    for size in dict.fromkeys(larger):
+        cuts += Contiguous().solve(problem.with_memory(size)).cuts[:1]
     return list(dict.fromkeys([*(Placement.contiguous(each) for each in dict.fromkeys(cuts)), *alone]))
 
 
