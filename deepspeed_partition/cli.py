@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from tqdm import tqdm
 
 import deepspeed_partition
@@ -210,7 +211,7 @@ def plan(
     different numbers of replicas or has several machines, it has a table and no plan to save.
     """
     output, as_json = _result(output, as_json, chain)
-    layers = Chain.load(chain)
+    layers = _planned_chain(chain)
     no_effect: dict[str, object]
     if algorithm.strip() == REPLICATED:
         no_effect = {"--micro-batches": micro_batches, "--data-parallel": data_parallel, "--period": period}
@@ -294,7 +295,7 @@ def compare_command(
     The best is that of the shortest period, with --micro-batches that of the shortest step, transfers
     overlapped. The gap is to the lower bound, which no schedule of any allocation beats. Exit 3 if nothing fits.
     """
-    layers = Chain.load(chain)
+    layers = _planned_chain(chain)
     _check_plot(plot)
     with _watched_search() as deadline:
         comparison = compare(
@@ -354,7 +355,7 @@ def schemes_command(
     _refuse({"--split-backward": split_backward or None}, "is for plan and compare: schemes run whole backwards")
     asked = None if weight_versions == FLUSH else weight_versions
     _refuse({"--weight-versions": asked}, "is for plan, compare and frontier: schemes drain at every step")
-    layers, whole = Chain.load(chain), _platform(**platform)
+    layers, whole = _planned_chain(chain), _platform(**platform)
     platforms = [_first_devices(whole, number) for number in sorted(set(numbers or [whole.num_devices]))]
     count = micro_batches or 4 * platforms[-1].num_devices
     with _watched_search() as deadline:
@@ -401,7 +402,7 @@ def frontier_command(
     From the fastest plan down to the smallest memory that any plan fits into, in steps of 2 % of the memory. Less
     memory is always possible at the price of time; nothing is faster in the memory that a row shows, if proved.
     """
-    layers = Chain.load(chain)
+    layers = _planned_chain(chain)
     _check_plot(plot)
     with _watched_search() as deadline:
         found = frontier(
@@ -730,6 +731,29 @@ def _zero_stage(zero: str | None, data_parallel: int | str | None) -> int | None
     if zero == "1" and data_parallel is None:
         click.echo("madpipe: --zero 1 shares nothing in a single pipeline: see --data-parallel", err=True)
     return None if zero is None else int(zero)
+
+
+def _planned_chain(path: str) -> Chain:
+    """Return the chain of a file; refuse --weight-copies where a run has said what it kept for the weights."""
+    chain, ctx = Chain.load(path), click.get_current_context()
+    if ctx.get_parameter_source("weight_copies") is ParameterSource.DEFAULT:
+        return chain
+    with_weights = [layer for layer in chain.layers if layer.weight_bytes]
+    measured = sum(1 for layer in with_weights if layer.training_bytes is not None)
+    if measured and measured == len(with_weights):
+        raise click.UsageError(
+            f"--weight-copies has no effect on chain {units.shown(chain.name)}: its {measured} layers with "
+            "weights have training_bytes, what a run kept for each; leave --weight-copies out, or drop "
+            "training_bytes",
+            ctx,
+        )
+    if measured:
+        click.echo(
+            f"madpipe: --weight-copies has no effect on {measured} of {len(with_weights)} layers with weights, "
+            "which have training_bytes",
+            err=True,
+        )
+    return chain
 
 
 def _refuse(options: Mapping[str, object], why: str) -> None:

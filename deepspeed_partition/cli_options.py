@@ -138,7 +138,7 @@ def platform_options(*, memory_is_required: bool, takes_machines: bool = True) -
             click.option("--copy-bandwidth", metavar="SIZE/s", callback=BANDWIDTH,
                          help="Bandwidth at which a device itself copies messages, in a step; left out: no copy."),
             click.option("--weight-copies", type=float, default=3, show_default=True,
-                         help="Bytes that training keeps per byte of parameters."),
+                         help="Bytes that training keeps per byte of parameters, unless the chain says."),
             click.option("--micro-batches", type=click.IntRange(min=1),
                          help="Micro-batches of a synchronous step, or of an update."),
             click.option("--recompute", type=click.Choice(MODES), default="auto", show_default=True,

@@ -459,3 +459,26 @@ def test_profile_with_the_statistics_of_mcap(tmp_path, capsys, monkeypatch):
     config.write_text("[1]")
     assert cli.run([*arguments, "--mcap", "--config", str(config)]) == 2
     assert "is not a JSON object" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["plan", "compare", "schemes", "frontier"])
+def test_weight_copies_are_refused_where_a_run_has_said_what_it_kept(tmp_path, capsys, command):
+    """8 copies in the place of 3 changed nothing, and nobody said so."""
+    path = tmp_path / "chain.json"
+    layers = Chain.from_dict(CHAIN).layers
+    measured = [replace(layer, training_bytes=150_000_000) for layer in layers]
+    asked = [command, str(path), *PLATFORM, "--time-limit", "1"]
+    Chain(name="run", input_bytes=1, layers=tuple(measured)).save(path)
+    assert cli.run(asked) == 0
+    capsys.readouterr()
+    assert cli.run([*asked, "--weight-copies", "3"]) == 2
+    assert (
+        "--weight-copies has no effect on chain 'run': its 2 layers with weights have training_bytes, what a run "
+        "kept for each; leave --weight-copies out, or drop training_bytes"
+    ) in capsys.readouterr().err
+    Chain(name="run", input_bytes=1, layers=(measured[0], layers[1])).save(path)
+    assert cli.run([*asked, "--weight-copies", "3"]) == 0
+    told = capsys.readouterr().err
+    assert told == (
+        "madpipe: --weight-copies has no effect on 1 of 2 layers with weights, which have training_bytes\n"
+    )
