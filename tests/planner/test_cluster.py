@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from deepspeed_partition import Chain, LayerProfile, Plan, Platform
 from deepspeed_partition.cli import run
 from deepspeed_partition.planner.cluster import scheme_choice
 from deepspeed_partition.planner.cluster.scheme_choice import SchemeRanking, rank_schemes
-from deepspeed_partition.planner.cluster.sharded_steps import GLOO, sharded_step
+from deepspeed_partition.planner.cluster.sharded_steps import GLOO, UnknownSharesError, sharded_step
 from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.machines import DeviceGroup, LinkLevel, Machines
 
@@ -167,3 +168,42 @@ def test_pipelines_whose_weights_alone_are_too_much_are_not_planned() -> None:
     assert not two.fits and two.memory_bytes == 2000
     assert two.reason == "needs more than 2 kB of 1.8 kB: weights alone"
     assert rows["MadPipe 1 x 4"].fits
+
+
+def measured_chain() -> Chain:
+    """Eight layers of 100 bytes, for each of which a run kept 900, and needed 5,000 more to step over it."""
+    chain = chain_of(8, 100, 1)
+    layers = [replace(each, training_bytes=900, optimizer_transient_bytes=5000) for each in chain.layers]
+    return replace(chain, layers=tuple(layers))
+
+
+def test_what_zero_shares_of_a_run_is_not_known() -> None:
+    """All rows of ZeRO said that they need as much as DDP, as if nothing were shared."""
+    ranking = rank_schemes(measured_chain(), [platform_of(4, 10**5, 1e9)], 8, time_limit_seconds=1)
+    rows = {row.scheme: row for row in ranking.choices}
+    assert rows["DDP"].memory_bytes == 8 * 900 + 5000 and rows["DDP"].fits
+    for stage in (1, 2, 3):
+        row = rows[f"ZeRO-{stage}"]
+        assert not row.fits and row.memory_bytes is None
+        assert row.reason == (
+            "is not known: training_bytes say what a run kept for each layer, and not which part of it "
+            f"ZeRO-{stage} shares: drop them, and give weight_copies"
+        )
+        with pytest.raises(UnknownSharesError):
+            sharded_step(measured_chain(), platform_of(4, 10**5, 1e9), 8, stage)
+
+
+def test_looped_pipelines_keep_what_a_run_kept() -> None:
+    """They counted three times the weights, 600, and neither 1,800 that a run kept nor the optimizer's step."""
+    ranking = rank_schemes(measured_chain(), [platform_of(4, 6000, 1e9)], 8, time_limit_seconds=1)
+    rows = {row.scheme: row for row in ranking.choices}
+    for scheme, num_layers in (
+        ("looped pipelines 1 x 4", 2),
+        ("looped pipelines 2 x 2", 4),
+        ("fully sharded looped pipelines 2 x 2", 4),
+    ):
+        assert rows[scheme].memory_bytes == num_layers * 900 + 5000, scheme
+        assert rows[scheme].reason.startswith("needs ")
+    small = rank_schemes(chain_of(8, 100, 1, stash_bytes=0), [platform_of(4, 6000, 1e9)], 8, time_limit_seconds=1)
+    memory = {row.scheme: row.memory_bytes for row in small.choices}
+    assert memory["looped pipelines 1 x 4"] == 3 * 200 + 4

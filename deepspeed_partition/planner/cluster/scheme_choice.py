@@ -24,6 +24,7 @@ from deepspeed_partition.planner.cluster.sharded_steps import (
     STAGES,
     Collectives,
     ShardedStep,
+    UnknownSharesError,
     sharded_step,
 )
 from deepspeed_partition.planner.data_parallel import bytes_sent, seconds_of, weight_copies_of
@@ -35,6 +36,7 @@ from deepspeed_partition.planner.planning.problems import SHORTEST_TIME_LIMIT_SE
 from deepspeed_partition.planner.problem import Chain, Platform
 from deepspeed_partition.planner.schemes.scheme import Scheme, fslpp, lpp, oldest_first
 from deepspeed_partition.planner.schemes.scheme_simulator import SchemeRun, SchemeStage, Wires, simulate
+from deepspeed_partition.planner.training_bytes import TrainingBytes
 from deepspeed_partition.planner.units import format_bytes, format_seconds
 
 MOST_JOBS = 20_000
@@ -222,7 +224,8 @@ def _sharded(
                     chain, platform, num_micro_batches, stage, recomputes=recomputes, collectives=collectives
                 )
             except ValueError as error:
-                yield replace(row, reason=f"is not possible: {error}")
+                what = "known" if isinstance(error, UnknownSharesError) else "possible"
+                yield replace(row, reason=f"is not {what}: {error}")
                 continue
             smallest = min(platform.memory_of(device) for device in range(size))
             fits = step.memory_bytes <= smallest
@@ -409,7 +412,7 @@ def _simulated(
     ]
     # Gradients that are sharded are reduced to where the weights are stored: half of an all-reduce.
     seconds = run.latency_seconds + max(tails) / (2 if sharded else 1)
-    peaks = _peaks(run, stages, platform)
+    peaks = _peaks(run, chain, list(pairwise(cuts)), stages, platform)
     short = [
         (peak, platform.memory_of(device))
         for device, peak in enumerate(peaks)
@@ -422,22 +425,38 @@ def _simulated(
         step_seconds=seconds,
         memory_bytes=max(peaks),
         fits=not short,
-        reason=f"needs {format_bytes(short[0][0])} of {format_bytes(short[0][1])}" if short else "",
+        reason="needs {} of {}".format(*map(format_bytes, max(short))) if short else "",
         bytes_sent=sent,
         busy=sum(run.busy_seconds) / (len(run.busy_seconds) * seconds),
     )
 
 
-def _peaks(run: SchemeRun, stages: Sequence[SchemeStage], platform: Platform) -> list[int]:
-    """Return the bytes of each device at most: weights, fetched ones, stashes, and two messages at each end."""
+def _peaks(
+    run: SchemeRun,
+    chain: Chain,
+    ranges: Sequence[tuple[int, int]],
+    stages: Sequence[SchemeStage],
+    platform: Platform,
+) -> list[int]:
+    """Return the bytes of each device at most.
+
+    They are what training keeps for the weights that it stores, and beside it the larger of two: weights that it
+    fetched, stashes, and two messages at each end; and what the end of a step needs.
+
+    Args:
+        ranges: the layers of each stage.
+    """
+    training = TrainingBytes(chain, platform)
     largest = max(stage.weight_bytes for stage in stages)
     message = 4 * max(stage.output_bytes for stage in stages)
-    return [
-        platform.weights_bytes(stored) + fetched * largest + stashed + message + platform.fixed_bytes
-        for stored, fetched, stashed in zip(
-            run.weight_bytes_stored, run.peak_fetched, run.peak_activation_bytes, strict=True
-        )
-    ]
+    peaks = []
+    for stored, fetched, stashed in zip(
+        run.stages_stored, run.peak_fetched, run.peak_activation_bytes, strict=True
+    ):
+        own = [ranges[stage] for stage in stored]
+        beside = max(fetched * largest + stashed + message, training.after_backwards(own))
+        peaks.append(training.of(own) + beside + platform.fixed_bytes)
+    return peaks
 
 
 def _all_reduce(platform: Platform, num_bytes: int, devices: Sequence[int]) -> float:

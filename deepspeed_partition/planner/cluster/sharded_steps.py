@@ -54,6 +54,10 @@ NCCL, GLOO = Collectives(), Collectives(reduce_passes=2, overlaps=False, ring_sl
 BACKENDS = {"nccl": NCCL, "gloo": GLOO}
 
 
+class UnknownSharesError(ValueError):
+    """Layers say what a run kept for their weights, and not which part of it ZeRO shares."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedStep:
     """Step of one ZeRO stage on all devices of a platform."""
@@ -82,6 +86,7 @@ def sharded_step(
     """Return the step of a ZeRO stage in which all devices share ``num_micro_batches``.
 
     Raises:
+        UnknownSharesError: ZeRO is to share what a run has said to keep for each layer, ``training_bytes``.
         ValueError: they do not share them evenly; the stage is none of 0 to 3; or layers must not run twice and
             ``recomputes`` is set.
     """
@@ -92,6 +97,12 @@ def sharded_step(
         raise ValueError(f"zero_stage is {zero_stage}: it must be one of {', '.join(map(str, STAGES))}")
     if recomputes and not all(layer.recomputable for layer in chain.layers):
         raise ValueError("a layer must not run twice, so not all can be recomputed")
+    if zero_stage and any(layer.training_bytes is not None for layer in chain.layers):
+        # A part of them may have been shared already, by the ZeRO stage of that run.
+        raise UnknownSharesError(
+            f"training_bytes say what a run kept for each layer, and not which part of it ZeRO-{zero_stage} "
+            "shares: drop them, and give weight_copies"
+        )
     count = num_micro_batches // num_devices
     speed = min(platform.speed_of(device) for device in range(num_devices))
     forward = [layer.forward_seconds / speed for layer in chain.layers]

@@ -73,8 +73,10 @@ class SchemeRun:
     peak_activations: tuple[int, ...]
     """Most stages of micro-batches in flight at once, from the start of a forward to the end of its backward."""
     peak_activation_bytes: tuple[int, ...]
-    weights_stored: tuple[int, ...]
+    stages_stored: tuple[tuple[int, ...], ...]
     """Stages whose weights the worker stores for good."""
+    weights_stored: tuple[int, ...]
+    """How many they are."""
     weight_bytes_stored: tuple[int, ...]
     peak_fetched: tuple[int, ...]
     """Most fetched sets of weights at once, on top of those stored for good."""
@@ -315,6 +317,7 @@ class _Simulation:
             gradients_sent=tuple(self.gradients),
             peak_activations=tuple(_peak(changes, 2) for changes in self.stashes),
             peak_activation_bytes=tuple(_peak(changes, 3) for changes in self.stashes),
+            stages_stored=tuple(tuple(sorted(mine)) for mine in stored),
             weights_stored=tuple(map(len, stored)),
             weight_bytes_stored=tuple(sum(self.stages[stage].weight_bytes for stage in mine) for mine in stored),
             peak_fetched=tuple(_peak(changes, 2) for changes in self.copies),
