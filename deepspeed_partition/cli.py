@@ -374,6 +374,8 @@ def schemes_command(
         click.echo(draw.schemes_text(ranking, max(120, _width())), nl=False)
         if output is not None and best is not None:
             click.echo(f"saved {units.printable(output)}")
+    if ranking.refusal is not None:
+        raise click.UsageError(ranking.refusal, click.get_current_context())
     if best is None:
         raise InfeasibleError("nothing that runs fits: give more devices, more memory, or a smaller micro-batch")
 

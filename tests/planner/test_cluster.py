@@ -207,3 +207,39 @@ def test_looped_pipelines_keep_what_a_run_kept() -> None:
     small = rank_schemes(chain_of(8, 100, 1, stash_bytes=0), [platform_of(4, 6000, 1e9)], 8, time_limit_seconds=1)
     memory = {row.scheme: row.memory_bytes for row in small.choices}
     assert memory["looped pipelines 1 x 4"] == 3 * 200 + 4
+
+
+UNLIKE = Machines(
+    devices=(DeviceGroup(count=2, memory_bytes=10**6), DeviceGroup(count=2, memory_bytes=10**6, speed=0.5)),
+    links=(LinkLevel(bandwidth=1e9),),
+)
+
+
+def test_pipelines_without_a_plan_say_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They "had no plan that fits", in 10^6 bytes of which 800 were needed."""
+    chain = chain_of(4, 100, 1)
+    platforms = [Platform.on(UNLIKE.first(2)), Platform.on(UNLIKE)]
+    ranking = rank_schemes(chain, platforms, 8, recompute="micro-batch", time_limit_seconds=20)
+    rows = {(row.scheme, row.num_devices): row for row in ranking.choices}
+    assert rows["MadPipe 1 x 2", 2].fits
+    assert rows["MadPipe 1 x 4", 4].reason == (
+        "has no plan: recompute='micro-batch' is planned for devices and links that are alike: leave it out, or "
+        "give num_devices, memory_bytes and bandwidth in the place of machines"
+    )
+    with pytest.raises(ValueError, match="recompute='micro-batch' is planned for devices and links that are"):
+        rank_schemes(chain, [Platform.on(UNLIKE)], 8, recompute="micro-batch", time_limit_seconds=1)
+    chain.save(tmp_path / "chain.json")
+    UNLIKE.save(tmp_path / "machines.json")
+    asked = ["schemes", str(tmp_path / "chain.json"), "--machines", str(tmp_path / "machines.json")]
+    assert run([*asked, "--recompute", "micro-batch"]) == 2
+    assert capsys.readouterr().err.startswith("madpipe: recompute='micro-batch' is planned for devices")
+
+
+def test_memory_is_no_reason_where_it_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two layers are no pipeline of 4 devices, and these do not share 3 micro-batches: that was "give memory"."""
+    chain_of(2, 100, 1).save(tmp_path / "chain.json")
+    asked = ["schemes", str(tmp_path / "chain.json"), "--devices", "4", "--memory", "1MB", "--bandwidth", "1GB/s"]
+    assert run([*asked, "--micro-batches", "3"]) == 2
+    told = capsys.readouterr()
+    why = "DDP is not possible: 4 devices do not share 3 micro-batches evenly: give a multiple of 4"
+    assert f"madpipe: nothing runs: {why}\n" in told.err and "memory" not in told.out.splitlines()[-1]

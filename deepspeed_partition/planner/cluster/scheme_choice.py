@@ -27,13 +27,14 @@ from deepspeed_partition.planner.cluster.sharded_steps import (
     UnknownSharesError,
     sharded_step,
 )
-from deepspeed_partition.planner.data_parallel import bytes_sent, seconds_of, weight_copies_of
+from deepspeed_partition.planner.data_parallel import bytes_sent, seconds_of, splits_of, weight_copies_of
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.plan import Plan
-from deepspeed_partition.planner.planning.make_plan import make_plan
+from deepspeed_partition.planner.planning.make_plan import make_plan, not_on_machines
 from deepspeed_partition.planner.planning.problems import SHORTEST_TIME_LIMIT_SECONDS, problem_of, time_limit
 from deepspeed_partition.planner.problem import Chain, Platform
+from deepspeed_partition.planner.recomputation import PER_MICRO_BATCH
 from deepspeed_partition.planner.schemes.scheme import Scheme, fslpp, lpp, oldest_first
 from deepspeed_partition.planner.schemes.scheme_simulator import SchemeRun, SchemeStage, Wires, simulate
 from deepspeed_partition.planner.training_bytes import TrainingBytes
@@ -62,6 +63,8 @@ class SchemeChoice:
     fits: bool = False
     reason: str = ""
     """Why it has no step, or does not fit."""
+    is_refused: bool = False
+    """Whether neither memory nor time is the reason."""
     bytes_sent: float | None = None
     """Bytes that all devices together send in a step."""
     busy: float | None = None
@@ -99,6 +102,14 @@ class SchemeRanking:
         """Return the fastest that fits and that a host runs; None where nothing does."""
         return next((choice for choice in self.choices if choice.runs), None)
 
+    @property
+    def refusal(self) -> str | None:
+        """Return why nothing runs, where neither memory nor time is the reason for it; else None."""
+        if not self.choices or any(choice.fits or not choice.is_refused for choice in self.choices):
+            return None
+        first = self.choices[0]
+        return f"nothing runs: {first.scheme} {first.reason}"
+
     def samples_per_second(self, choice: SchemeChoice) -> float | None:
         """Return samples per second, or micro-batches where the chain does not say how many samples they have."""
         if choice.step_seconds is None:
@@ -108,6 +119,8 @@ class SchemeRanking:
     def why(self) -> str:
         """Return a sentence: what is best, and what is wrong with the best of each other family."""
         best = self.best
+        if self.refusal is not None:
+            return f"{self.refusal[0].upper()}{self.refusal[1:]}."
         if best is None or best.step_seconds is None:
             return "Nothing that runs fits: give more devices, more memory, or a smaller micro-batch."
         told = []
@@ -166,7 +179,7 @@ def rank_schemes(
         collectives: what data parallelism and ZeRO have of their backend.
 
     Raises:
-        ValueError: the chain cannot be planned for.
+        ValueError: the chain cannot be planned for, or no pipelines may recompute as asked.
     """
     limit_seconds = time_limit(time_limit_seconds)
     for platform in platforms:
@@ -175,6 +188,9 @@ def rank_schemes(
     asked = [
         (platform, degree) for platform in platforms for degree in _degrees(chain, platform, num_micro_batches)
     ]
+    splits = [split for platform, degree in asked for split in splits_of(platform, num_micro_batches, degree)]
+    if recompute == PER_MICRO_BATCH and splits and not any(split.platform.is_alike for split in splits):
+        raise not_on_machines(f"recompute={recompute!r}")
     asked.sort(key=lambda each: each[0].num_devices // each[1])  # long pipelines take longest
     overall = Deadline(limit_seconds, within=deadline)
     of_looped = overall.part(LOOPED_SHARE)
@@ -225,7 +241,7 @@ def _sharded(
                 )
             except ValueError as error:
                 what = "known" if isinstance(error, UnknownSharesError) else "possible"
-                yield replace(row, reason=f"is not {what}: {error}")
+                yield replace(row, reason=f"is not {what}: {error}", is_refused=True)
                 continue
             smallest = min(platform.memory_of(device) for device in range(size))
             fits = step.memory_bytes <= smallest
@@ -310,11 +326,13 @@ def _planned(
             deadline=deadline,
             recompute=recompute,
         )
-    except (InfeasibleError, ValueError) as error:
-        needs = error.smallest_memory_bytes if isinstance(error, InfeasibleError) else None
+    except InfeasibleError as error:
+        needs = error.smallest_memory_bytes
         if needs is None or needs <= largest:  # which other partitions need
-            return replace(row, reason="has no plan that fits")
+            return replace(row, reason=f"has no plan: {error}")
         return replace(row, memory_bytes=needs, reason=f"needs {format_bytes(needs)} at the least")
+    except ValueError as error:
+        return replace(row, reason=f"has no plan: {error}", is_refused=True)
     step = seconds_of(plan)
     return replace(
         row,

@@ -92,7 +92,10 @@ def sharded_step(
     """
     num_devices = platform.num_devices
     if num_micro_batches % num_devices:
-        raise ValueError(f"{num_devices} devices do not share {num_micro_batches} micro-batches evenly")
+        raise ValueError(
+            f"{num_devices} devices do not share {num_micro_batches} micro-batches evenly: give a multiple of "
+            f"{num_devices}"
+        )
     if zero_stage not in STAGES:
         raise ValueError(f"zero_stage is {zero_stage}: it must be one of {', '.join(map(str, STAGES))}")
     if recomputes and not all(layer.recomputable for layer in chain.layers):

@@ -252,10 +252,15 @@ def _check_on_machines(problem: Problem, recompute: str, period_seconds: float |
         (f"recompute={PER_MICRO_BATCH!r}", True if recompute == PER_MICRO_BATCH else None),
     ):
         if value is not None:
-            raise ValueError(
-                f"{what} is planned for devices and links that are alike: leave it out, or give num_devices, "
-                "memory_bytes and bandwidth in the place of machines"
-            )
+            raise not_on_machines(what)
+
+
+def not_on_machines(what: str) -> ValueError:
+    """Return the refusal of an option on devices or links that are not alike."""
+    return ValueError(
+        f"{what} is planned for devices and links that are alike: leave it out, or give num_devices, "
+        "memory_bytes and bandwidth in the place of machines"
+    )
 
 
 def _check_shareable(chain: Chain) -> None:
