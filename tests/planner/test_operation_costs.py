@@ -179,3 +179,31 @@ def test_costs_beyond_the_clock(cost):
     made = chain([1, 1], [1, 1], outputs=[4, 0])
     with pytest.raises(ValueError, match="more than 1e\\+06 times what all layers take"):
         make_plan(made, Platform(num_devices=2, memory_bytes=10**6, bandwidth=1.0, **cost))
+
+
+@pytest.mark.parametrize("split_backward", [True, False])
+def test_more_buffers_keep_the_bound_of_what_the_planner_was_allowed(split_backward):
+    """Whole backwards take 33 at the least, and 27 in halves: 33 was proved, though halves were allowed."""
+    halves = {"backward_input_seconds": 1, "backward_weight_seconds": 1}
+    made = chain([1] * 4, [2] * 4)
+    made = replace(made, layers=tuple(replace(each, **halves) for each in made.layers))
+    platform = Platform(num_devices=4, memory_bytes=10**6, bandwidth=1e9)
+    plan = make_plan(made, platform, "contiguous", num_micro_batches=8, split_backward=split_backward)
+    roomier = with_more_buffers(plan, made, split_backward=True)
+    assert roomier.platform.comm_buffers == 16
+    assert roomier.step_seconds == (27 if split_backward else 33)
+    assert (roomier.step.lower_bound_seconds, roomier.step.proved) == (27, split_backward)
+    assert (plan.step.lower_bound_seconds, plan.step.proved) == (27 if split_backward else 33, True)
+
+
+def test_more_buffers_know_that_stages_might_have_decided_by_micro_batch():
+    """A cut that recomputes all takes 42, as short as any that treats micro-batches alike; others take less."""
+    stages = [replace(each, stash_bytes=100) for each in chain([1] * 3, [1] * 3, outputs=[1, 1, 0]).layers]
+    made = replace(chain([1], [1]), layers=tuple(stages))
+    platform = Platform(num_devices=3, memory_bytes=290, bandwidth=1e9)
+    plan = make_plan(made, platform, [0, 1, 2, 3], num_micro_batches=14, recompute="block")
+    alike = with_more_buffers(plan, made, recompute="block")
+    by_micro_batch = with_more_buffers(plan, made, recompute="micro-batch")
+    assert alike.platform.comm_buffers == by_micro_batch.platform.comm_buffers > 2
+    assert round(alike.step.lower_bound_seconds) == round(alike.step_seconds) == 42
+    assert round(by_micro_batch.step.lower_bound_seconds) == 32 and not by_micro_batch.step.proved

@@ -164,7 +164,7 @@ def plan_for_flushes(engine: MadPipeEngine) -> Plan:
     cost = engine.loss_cost and replace(engine.loss_cost, forward_seconds=0.0, backward_seconds=0.0)
 
     def plan() -> Plan:
-        chain = _with_loss_of_batch(measured, cost, max(flushes))
+        chain, recompute = _with_loss_of_batch(measured, cost, max(flushes)), _recompute(engine)
 
         def plan_on(platform: Platform) -> Plan:
             return make_plan(
@@ -175,12 +175,12 @@ def plan_for_flushes(engine: MadPipeEngine) -> Plan:
                 flushes=flushes,
                 every_device_trains=True,
                 time_limit_seconds=engine.options.time_limit_seconds,
-                recompute=_recompute(engine),
+                recompute=recompute,
             )
 
         _splits_backward(engine)  # says that nothing is split
         platform = replace(present.platform, comm_buffers=BUFFERS)
-        made = with_more_buffers(on_hosts(plan_on, platform, chain), chain)
+        made = with_more_buffers(on_hosts(plan_on, platform, chain), chain, recompute=recompute)
         announce(made.headline())
         announce(made.summary(), logging.DEBUG)
         save_plan(engine, made, chain)
@@ -440,6 +440,10 @@ def _plan(
     def make(platform: Platform, algorithm: str | Sequence[int]) -> Plan:
         return make_plan(chain, platform, algorithm, deadline=deadline, time_limit_seconds=seconds, **how)
 
+    def roomier(plan: Plan) -> Plan:
+        recompute, split_backward = how["recompute"], how["split_backward"]
+        return with_more_buffers(plan, chain, recompute=recompute, split_backward=split_backward)
+
     try:
         plan = on_hosts(lambda platform: make(platform, options.algorithm), platform, chain)
     except InfeasibleError as error:
@@ -456,10 +460,9 @@ def _plan(
     elif engine.global_steps and options.algorithm in FASTEST and engine.runs_lists:
         platform = replace(plan.platform, comm_buffers=BUFFERS)
         plan, gain = _unless_present_is_as_good(
-            with_more_buffers(plan, chain),
-            lambda: with_more_buffers(make(platform, engine.module.parts), chain),
+            roomier(plan), lambda: roomier(make(platform, engine.module.parts))
         )
-    plan = with_more_buffers(plan, chain) if engine.runs_lists else plan
+    plan = roomier(plan) if engine.runs_lists else plan
     announce(plan.headline() + gain)
     announce(plan.summary(), logging.DEBUG)
     if deadline.starved:
