@@ -50,7 +50,11 @@ from lightning_madpipe.compat.logged_values import hand_values_over
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.number_types import convert_but_complex, leave_types
 from lightning_madpipe.compat.optimizer_hooks import OptimizerHooks, tell_of_states
-from lightning_madpipe.compat.optimizers import configured_optimizer, tell_of_zeros
+from lightning_madpipe.compat.optimizers import (
+    configured_optimizer,
+    refuse_weights_of_nobody,
+    tell_of_zeros,
+)
 from lightning_madpipe.compat.rests import Rests
 from lightning_madpipe.compat.signals import SignalsTogether
 from lightning_madpipe.compat.unsupported import clips_by_value
@@ -727,6 +731,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
                         set(self.pipeline.parameters()),
                         flattened=self.wraps_optimizer,
                     )
+                    refuse_weights_of_nobody(given, self._weights_of_all())
             except ValueError as error:
                 raise self._lightning.refusal(str(error)) from None
             self._spread.copies.cut_to_own(optimizer, given, flattened=self.wraps_optimizer)
@@ -769,6 +774,12 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             if self.warmup_epochs or num_steps:
                 self._warm_up = WarmUpOfFit(trainer, num_epochs=self.warmup_epochs, num_steps=num_steps)
                 self._engine.warm_up_until(self._warm_up.is_over, self._warm_up.length)
+
+    def _weights_of_all(self) -> set[torch.nn.Parameter]:
+        """The parameters of the LightningModule and of its layers, while those of all ranks are shown."""
+        layers = (layer for _, layer in self.pipeline.call_of_module.existing_modules())
+        owners = (self._module, self.pipeline, *layers)
+        return {weight for owner in owners for weight in owner.parameters()}
 
     def _format_config(self) -> None:
         super()._format_config()

@@ -136,6 +136,10 @@ class LayersOfUser:
         """Keep the parameters in each group of the user's optimizer; the engine has those of this rank."""
         self._groups = [Group(group, parameters, group["params"]) for group, parameters in given]
 
+    def given_to_optimizer(self) -> set[Tensor]:
+        """The parameters, of all layers and of none, that the user's optimizer was given."""
+        return {weight for group in self._groups for weight in group.given}
+
     def take_back(self, *, has_masters: bool = True) -> None:
         """Give this rank's tensors the user's form. Collective among the replicas of a stage.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +85,29 @@ def configured_optimizer(
     for weight in [weight for weight in optimizer.state if weight not in local]:
         del optimizer.state[weight]  # such as Adagrad's, which are there from the beginning
     return optimizer, schedulers[0] if schedulers else None, given
+
+
+def refuse_weights_of_nobody(
+    given: Sequence[tuple[dict[str, Any], Sequence[Tensor]]], known: Collection[Tensor]
+) -> None:
+    """Refuse what no rank would train: tensors in an optimizer's groups that no module of this run has.
+
+    Args:
+        given: The groups, each with all that ``configure_optimizers()`` has put into it.
+        known: The parameters of the LightningModule and of the layers of all ranks.
+
+    Raises:
+        ValueError: there is one that one process would train.
+    """
+    for number, (_, weights) in enumerate(given):
+        lost = [weight for weight in weights if weight.requires_grad and weight not in known]
+        if lost:
+            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            raise ValueError(
+                f"configure_optimizers puts a tensor of shape {tuple(lost[0].shape)}{more} into group {number} "
+                "that is a parameter neither of a layer nor of the LightningModule, and a pipeline would not train "
+                "it: let a layer have it as an nn.Parameter, and let its forward() return what the loss needs of it"
+            )
 
 
 def _refuse_what_needs_all(optimizer: torch.optim.Optimizer, local: set[nn.Parameter], flattened: bool) -> None:

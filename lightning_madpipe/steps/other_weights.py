@@ -41,8 +41,14 @@ def loss_depends_on_weights(step: str, called: str, name: str) -> str:
     )
 
 
-def other_weight(module: nn.Module, loss: Tensor, ends: Collection[Any]) -> str | None:
-    """The name of a weight that gradients of ``loss`` reach otherwise than through the outputs, ``ends``."""
+def other_weight(
+    module: nn.Module, loss: Tensor, ends: Collection[Any], among: Collection[Any] | None = None
+) -> str | None:
+    """The name of a weight that gradients of ``loss`` reach otherwise than through the outputs, ``ends``.
+
+    Args:
+        among: The weights that are looked for; None: all but those of metrics.
+    """
     of_metrics = {weight for metric in metrics_of(module).values() for weight in metric.parameters()}
     todo, seen = [loss.grad_fn], set(ends)
     while todo:
@@ -50,7 +56,8 @@ def other_weight(module: nn.Module, loss: Tensor, ends: Collection[Any]) -> str 
         if node is not None and node not in seen:
             seen.add(node)
             leaf = getattr(node, "variable", None)
-            if isinstance(leaf, nn.Parameter) and leaf not in of_metrics:
+            is_sought = leaf not in of_metrics if among is None else leaf in among
+            if isinstance(leaf, nn.Parameter) and is_sought:
                 return next((name for name, each in module.named_parameters() if each is leaf), "a weight")
             todo.extend(following for following, _ in node.next_functions)
     return None

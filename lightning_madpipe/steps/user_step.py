@@ -983,7 +983,7 @@ class UserSteps:
                 self._check_logs(micro_batch)
             if micro_batch.share == 0.0:
                 return _nothing_of(outputs)
-            other = other_weight(self._module, loss, ends) if micro_batch.place == 0 and self._is_cut else None
+            other = self._other_weight(loss, ends) if micro_batch.place == 0 else None
             if other is not None:
                 raise self._error(loss_depends_on_weights(micro_batch.step, self.call.called, other))
             return loss.reshape(()) * micro_batch.loss_scale
@@ -995,6 +995,17 @@ class UserSteps:
                 "a dict with one as 'loss'"
             )
         return torch.zeros((), device=self._module.device)
+
+    def _other_weight(self, loss: Tensor, ends: Collection[Any]) -> str | None:
+        """The name of a weight that the loss depends on otherwise than by the layers, and that nobody trains."""
+        if self._is_cut:
+            return other_weight(self._module, loss, ends)
+        pipeline = pipeline_of(self._module)
+        if pipeline is None:
+            return None
+        # The one stage trains what its layers have, however the loss comes to it.
+        of_nobody = pipeline.layers_of_user.given_to_optimizer().difference(pipeline.parameters())
+        return other_weight(self._module, loss, ends, of_nobody) if of_nobody else None
 
     def _checked(self, step: str, answer: Callable[..., Any]) -> Callable[..., Any]:
         """What answers the calls of several modules, and refuses those in a state that the step has changed."""

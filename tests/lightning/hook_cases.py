@@ -391,6 +391,20 @@ class LearnedWeightsOfFound(cases.Steps):
     training_step = LearnedWeights.training_step
 
 
+class LearnedByTensor(Module):
+    """Weighs its loss by a tensor that is trained, and no parameter of the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_weight = torch.zeros((), requires_grad=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * (-self.log_weight).exp() + self.log_weight
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([{"params": self.parameters()}, {"params": [self.log_weight]}], lr=0.1)
+
+
 class RateOfWorld(Module):
     """Scales its rate as scripts for ddp do."""
 
@@ -1626,6 +1640,10 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
         run(build.__name__, build, ModelCheckpoint(host.folder / build.__name__))
     run("NormBar", Module, NormBar(), enable_progress_bar=True)
     run("LearnedWeightsOfFound", LearnedWeightsOfFound, strategy={"algorithm": None})
+    one_stage = {"algorithm": None, "num_stages": 1}
+    run("LearnedWeightsInOneStage", LearnedWeightsOfFound, strategy=one_stage)
+    run("LearnedByTensor", LearnedByTensor)
+    run("LearnedByTensorInOneStage", LearnedByTensor, strategy=one_stage)
     run("ClampedInStep", ClampedInStep, strategy={"warmup_steps": 2})
     run("HeadClamped", HeadClamped, strategy={"warmup_steps": 2})
     run("LooksAhead", LooksAhead, strategy={"warmup_steps": 2, "algorithm": [0, 6, 8], "stage": 1})

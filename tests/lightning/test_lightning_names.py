@@ -397,6 +397,10 @@ def test_parameters_of_an_optimizer_that_are_read_one_by_one_are_not_told(two: R
         ("LearnedWeights", "LearnedWeights has parameters outside its pipeline layers (weights; 1 in all)"),
         ("LearnedWeightsOfFound", "depends on weights in other ways than through self() (weights), such as"),
         ("LearnedWeightsOfFound", "or by weights of its terms that are learned"),
+        # These were dropped from the optimizer, and never trained, without a word.
+        ("LearnedWeightsInOneStage", "depends on weights in other ways than through self() (weights), such as"),
+        ("LearnedByTensor", "configure_optimizers puts a tensor of shape () into group 1 that is a parameter"),
+        ("LearnedByTensorInOneStage", "configure_optimizers puts a tensor of shape () into group 1"),
         ("RateInStep", "training_step changes 'lr' of parameter group 0 of the optimizer (it was 0.3)"),
         ("RateBeforeForward", "training_step changes 'lr' of parameter group 0 of the optimizer (it was 0.3)"),
         ("ClampedInStep", "training_step uses embed.weight other than by its call of self.forward()"),
