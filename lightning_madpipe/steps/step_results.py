@@ -236,7 +236,10 @@ def _weighted_mean(values: Sequence[float], weights: Sequence[int]) -> float:
 
 
 def _as_floats(values: Sequence[Any]) -> list[float]:
-    """Tensors and numbers as floats, in one copy from the device."""
-    tensors = [value.double() for value in values if isinstance(value, Tensor)]
-    floats = iter(torch.stack(tensors).tolist() if tensors else ())
-    return [next(floats) if isinstance(value, Tensor) else float(value) for value in values]
+    """Tensors and numbers as floats, in one copy from each device: a step may log some of the CPU."""
+    on_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for value in values:
+        if isinstance(value, Tensor):
+            on_device[value.device].append(value.double())
+    floats = {device: iter(torch.stack(tensors).tolist()) for device, tensors in on_device.items()}
+    return [next(floats[value.device]) if isinstance(value, Tensor) else float(value) for value in values]

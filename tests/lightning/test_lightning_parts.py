@@ -501,6 +501,32 @@ def test_a_key_that_is_logged_twice_stays_two_calls() -> None:
     assert [call["value"] for call in result_of([first, second]).log_calls] == [2.0, 10.0]
 
 
+class OnDevice(torch.Tensor):
+    """Has the values of a tensor of the CPU, and the name of another device."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", 0)
+
+
+def test_logs_of_several_devices_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor of the CPU among what a step logs from a GPU ended in torch's words about two devices."""
+    stack = torch.stack
+
+    def stack_of_one_device(tensors: list[torch.Tensor]) -> torch.Tensor:
+        assert len({tensor.device for tensor in tensors}) == 1
+        return stack(tensors)
+
+    def both(value: float) -> MicroBatch:
+        step, size = logged(value, 1), {"name": "size", "value": torch.tensor(value + 1)}
+        step.log_calls[0]["value"] = torch.tensor(value).as_subclass(OnDevice)
+        step.log_calls.append({**step.log_calls[0], **size})
+        return step
+
+    monkeypatch.setattr(torch, "stack", stack_of_one_device)
+    assert [call["value"] for call in result_of([both(1.0), both(3.0)]).log_calls] == [2.0, 3.0]
+
+
 def test_no_loss_and_no_logs() -> None:
     assert result_of([micro_batch(torch.zeros(2))]) == (None, [], None)
 
