@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 
+from lightning_madpipe.steps.batches import map_children
 from lightning_madpipe.steps.serialization import PackedTensor, packed, unpacked
 
 Step = tuple[str, Any]
@@ -64,7 +66,7 @@ class _DiffersError(Exception):
 
 def _mean(values: Sequence[Any], sizes: Sequence[int]) -> Any:
     first = values[0]
-    if all(type(value) is type(first) and value == first for value in values):
+    if all(type(value) is type(first) and _are_equal(value, first) for value in values):
         return first
     numbers = [_number_of(value) for value in values]
     if all(number is not None for number in numbers):
@@ -76,6 +78,15 @@ def _mean(values: Sequence[Any], sizes: Sequence[int]) -> Any:
     if type(first) in (list, tuple) and all(len(value) == len(first) for value in values):
         return type(first)(_mean(each, sizes) for each in zip(*values, strict=True))
     raise _DiffersError
+
+
+def _are_equal(left: Any, right: Any) -> bool:
+    if isinstance(left, numpy.ndarray):
+        return numpy.array_equal(left, right)
+    try:
+        return bool(left == right)
+    except (TypeError, ValueError, RuntimeError):  # such as of tables and of lists with arrays in them
+        return False
 
 
 def _number_of(value: Any) -> float | None:
@@ -110,8 +121,13 @@ class Recorder:
         return Recorder(self._logger, (*self._path, ("item", key)), self._record)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> None:
-        # As they are now: the step may change a tensor that it has shown.
+        # As they are now: the step may change a tensor or an array that it has shown.
+        arguments, keywords = _with_arrays_copied(arguments), _with_arrays_copied(keywords)
         self._record(Call(self._logger, self._path, packed(arguments), packed(keywords)))
+
+
+def _with_arrays_copied(value: Any) -> Any:
+    return value.copy() if isinstance(value, numpy.ndarray) else map_children(value, _with_arrays_copied)
 
 
 class RecordedLogger:

@@ -22,7 +22,7 @@ from torch import nn
 from lightning_madpipe.steps.beside_module import BesideModule
 from lightning_madpipe.steps.own_generators import OwnGenerators
 from lightning_madpipe.steps.reached_objects import MOST_OBJECTS, ReachedObjects
-from lightning_madpipe.steps.recorded_calls import Call, merged
+from lightning_madpipe.steps.recorded_calls import Call, Recorder, merged
 from lightning_madpipe.steps.serialization import packed, unpacked
 from lightning_madpipe.steps.step_side_effects import Leftovers, make_changes, reached_objects
 
@@ -223,6 +223,40 @@ def test_the_calls_of_micro_batches_are_merged_where_only_numbers_differ() -> No
     assert merged([calls(1), calls(2)], [1, 1]) is None
     assert merged([calls("a"), calls("b")], [1, 1]) is None
     assert merged([calls(1.0), []], [1, 1]) is None
+
+
+class Table:
+    """Compares its cells one by one, as data frames do."""
+
+    def __init__(self, cells: Any) -> None:
+        self.cells = cells
+
+    def __eq__(self, other: object) -> Any:
+        return self.cells == getattr(other, "cells", None)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_calls_with_arrays_are_compared_and_kept_as_they_were() -> None:
+    """Arrays for a logger ended in NumPy's words about their truth, and showed what the step did to them later."""
+
+    def calls(value: Any) -> list[Call]:
+        recorded: list[Call] = []
+        Recorder(0, (("attribute", "experiment"),), recorded.append).add_histogram("outputs", value, step=1)
+        return recorded
+
+    shown = numpy.arange(3.0)
+    same = [calls(shown), calls(shown.copy())]
+    shown += 1
+    [call] = merged(same, [1, 1]) or []
+    assert call.arguments[1].tolist() == [0, 1, 2]
+    for different in (numpy.zeros(3), numpy.zeros(2), Table(shown)):
+        assert merged([same[0], calls(different)], [1, 1]) is None
+        assert merged([calls([shown]), calls([different])], [1, 1]) is None
+    assert merged([calls(Table(shown)), calls(Table(shown))], [1, 1]) is None
+    means = [calls({"all": numpy.ones(2), "mean": mean}) for mean in (1.0, 2.0)]
+    [call] = merged(means, [1, 1]) or []
+    assert call.arguments[1]["mean"] == 1.5
 
 
 LAST = [1.0]
