@@ -105,8 +105,8 @@ def refuse_weights_of_nobody(
             more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
             raise ValueError(
                 f"configure_optimizers puts a tensor of shape {tuple(lost[0].shape)}{more} into group {number} "
-                "that is a parameter neither of a layer nor of the LightningModule, and a pipeline would not train "
-                "it: let a layer have it as an nn.Parameter, and let its forward() return what the loss needs of it"
+                "that is a parameter neither of a layer nor of the LightningModule, and a pipeline would not "
+                "train it: let a layer have it as an nn.Parameter, and return what the loss needs"
             )
 
 
