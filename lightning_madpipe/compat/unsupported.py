@@ -10,7 +10,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from deepspeed_partition.code_names import is_installed, is_librarys
+from deepspeed_partition.code_names import CodeSearch, is_installed, is_librarys
 from deepspeed_partition.module_hooks import MODULE_HOOKS
 from deepspeed_partition.planner.weight_versions import FLUSH, TWO_VERSIONS
 from lightning_madpipe.compat.remote_paths import NOT_ELSEWHERE, is_elsewhere
@@ -27,6 +27,9 @@ CLIPPED_BY_HOOKS = (
     ", and clip by gradient_clip_val; by a value that changes, in on_before_optimizer_step by "
     "torch.nn.utils.clip_grad_norm_"
 )
+
+TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+"""Hooks of a LightningModule or its LightningDataModule that each batch goes through before its step."""
 
 VALIDATION_HOOKS = (
     "on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end",
@@ -248,6 +251,7 @@ def _notes_on_windows(trainer: Any, module: Any) -> Iterator[str]:
             "accumulate"
         )
     between = _hooks_of_the_user(("on_train_batch_start", "on_train_batch_end"), trainer, module)
+    between += _transfers_that_set(module, getattr(trainer, "datamodule", None))
     if between:
         yield (
             f"{at_the_end}: what {_list(between)} change between two of them, such as weights, or attributes "
@@ -267,6 +271,26 @@ def _notes_on_windows(trainer: Any, module: Any) -> Iterator[str]:
             "process. Monitor a mean of epochs (on_epoch=True) or a value of a validation; without validation, "
             "keep all (every_n_train_steps with save_top_k=-1); or do not accumulate"
         )
+
+
+def _transfers_that_set(*owners: Any) -> list[str]:
+    """Which hooks around the transfer of a batch set attributes, such as the share of a mixup for the step."""
+    return [
+        f"{hook} of {type(owner).__name__}"
+        for owner in owners
+        for hook in TRANSFER_HOOKS
+        if owner is not None and _sets_attributes(getattr(owner, hook, None), type(owner))
+    ]
+
+
+def _sets_attributes(function: Any, kind: type) -> bool:
+    search = CodeSearch(lambda module: not is_installed(module))
+    search.read(function, kind)
+    return "setattr" in search.written or any(
+        instruction.opname == "STORE_ATTR"
+        for each in search.functions
+        for instruction in dis.get_instructions(each.__code__)
+    )
 
 
 def _asks_within_windows(callback: Any, trainer: Any) -> bool:

@@ -854,6 +854,31 @@ def test_hooks_between_batches_of_a_window_are_told() -> None:
             notes_on(trainer, module, [pl.LightningModule.on_before_backward, pl.Callback.on_before_backward])
         )
 
+    class Mixing(pl.LightningModule):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            self.draw()
+            return batch
+
+        def draw(self) -> None:
+            self.share = 0.5
+
+    class Casting(pl.LightningModule):
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            image, label = batch
+            return image.float(), label
+
+    class Data(pl.LightningDataModule):
+        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+            self.trainer.model.share = 0.5
+            return batch
+
+    [mixing] = notes(Mixing())
+    assert "what on_after_batch_transfer of Mixing change between two of them" in mixing
+    assert notes(Casting()) == notes(Mixing(), number=1) == []
+    given = property(lambda _: Data(), lambda *_: None)
+    with unittest.mock.patch.object(pl.Trainer, "datamodule", given, create=True):
+        assert "what transfer_batch_to_device of Data change" in notes(Casting())[0]
+
     class Early(pl.Callback):
         def on_before_zero_grad(self, *_: Any) -> None:
             pass
