@@ -1,11 +1,13 @@
 """Lightning's tables of logged values, as ``trainer.callback_metrics``, which keep the last value of each name.
 
 Values that hooks log for single layers go with these when they move: a rank shows none of one that has left.
-Within a window of ``accumulate_grad_batches`` nothing of its batches has run yet: who reads one is told that.
+Within a window of ``accumulate_grad_batches`` nothing of its batches has run yet: who reads one is told that, and
+so is who reads in the first window what the step returns.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from collections.abc import Iterator
@@ -22,6 +24,11 @@ UNKNOWN_YET = (
     "trainer.{table} has no {key!r} after this batch: with accumulate_grad_batches={number} all batches of a "
     "window run at its end, and what training_step logs is known then. `trainer.{table}.get({key!r})` is None "
     "until the first window has ended; or do not accumulate"
+)
+RETURNED_LATER = (
+    "the outputs that on_train_batch_end is given have no {key!r} after this batch: with "
+    "accumulate_grad_batches={number} all batches of a window run at its end, and what training_step returns is "
+    "known then. `outputs.get({key!r})` is None until the first window has ended; or do not accumulate"
 )
 
 Place = tuple[str, str]
@@ -91,6 +98,39 @@ def note_waiting_batches(trainer: Any, number: int) -> None:
             table.name = name.removeprefix("_")
             setattr(connector, name, table)
         table.number = number
+
+
+class OutputsOfWindow(dict[str, Any]):
+    """What hooks are given for a batch of the first window, which says why it has no results of the step."""
+
+    number = 0
+    """Batches of the window."""
+
+    def __missing__(self, key: str) -> Any:
+        raise NotRunYetError(RETURNED_LATER.format(key=key, number=self.number))
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+def note_first_window(trainer: Any, number: int) -> None:
+    """Let the outputs of batches say that they wait for the end of the first window, of so many; 0: none does."""
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    vars(loop).pop("output_result_cls", None)
+    if number:
+        loop.output_result_cls = _results_that_wait(type(loop).output_result_cls, number)
+
+
+@functools.cache
+def _results_that_wait(kind: Any, number: int) -> type:
+    """Lightning's class for the result of a closure (2.5 to 2.6), which gives hooks ``OutputsOfWindow``."""
+
+    def asdict(result: Any) -> OutputsOfWindow:
+        outputs = OutputsOfWindow(kind.asdict(result))
+        outputs.number = number
+        return outputs
+
+    return type(kind.__name__, (kind,), {"asdict": asdict})
 
 
 def _results(trainer: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from deepspeed_partition.kept_weights import WRITTEN, weights_kept
 from deepspeed_partition.planner.units import counted
 from deepspeed_partition.planner.weight_versions import FLUSH
 from deepspeed_partition.profiling.attributes import attributes_kept
-from lightning_madpipe.compat.logged_values import note_waiting_batches
+from lightning_madpipe.compat.logged_values import note_first_window, note_waiting_batches
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.unsupported import needs_two_samples, note_on_validation_within_window
 from lightning_madpipe.finding.captured_call import OtherCallError
@@ -131,7 +131,7 @@ class BatchRunner:
             refusal=self._refusal,
         )
         self._device = engine.device
-        self._last_loss = torch.zeros((), device=self._device)
+        self._last_trained: Any = None
         self._knows_lists = False
         self._rehearsed: set[Hashable] = set()
         self._evaluated: set[str] = set()
@@ -185,8 +185,8 @@ class BatchRunner:
 
         Returns:
             The loss of ``batch`` on this pipeline, in a dict with what else the step returned if somebody reads
-            that; the same on each of its ranks. While batches are being collected: the loss of the last one
-            before, 0 where there is none.
+            that; the same on each of its ranks. While batches are being collected: that of the last one before,
+            and a loss of 0 where there is none.
         """
         with self._random_numbers.of_layers():
             return self._train(batch, arguments)
@@ -207,8 +207,10 @@ class BatchRunner:
         self._window[-1].call = None if captured is None else captured.now
         waits = trainer.fit_loop._should_accumulate()
         note_waiting_batches(trainer, trainer.accumulate_grad_batches if waits else 0)
+        is_first = self._last_trained is None
+        note_first_window(trainer, trainer.accumulate_grad_batches if waits and is_first else 0)
         if waits:
-            return self._last_loss
+            return torch.zeros((), device=self._device) if is_first else self._last_trained
         window, self._window = self._window, []
         # A rank that has met an error since the last step says so where the others begin the next one.
         self._structure.check()
@@ -231,10 +233,10 @@ class BatchRunner:
         while not self._is_trained_on(window):
             self._losses.look_again(window)
         result = self._results[-1]
-        self._last_loss = torch.tensor(result.loss, device=self._device)
-        if isinstance(result.returned, Mapping):
-            return {**result.returned, "loss": self._last_loss}
-        return self._last_loss
+        loss = torch.tensor(result.loss, device=self._device)
+        is_more = isinstance(result.returned, Mapping)
+        self._last_trained = {**result.returned, "loss": loss} if is_more else loss
+        return self._last_trained
 
     def _is_trained_on(self, window: Sequence[BatchRun]) -> bool:
         """Whether the window's step has been made; else it was given up because its loss is to be tried."""

@@ -181,6 +181,28 @@ def returned(host: Host) -> dict[str, Any]:
     return {"seen": module.seen, "tested": tested}
 
 
+class ReturnsInWindows(Returns):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append([batch_idx, outputs.get("idx"), outputs["logits"].shape[0] if "logits" in outputs else 0])
+
+
+class ReadsInWindows(Returns):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(outputs["logits"])
+
+
+def returned_in_windows(host: Host) -> dict[str, Any]:
+    """Within a window hooks had the loss alone, and a hook that read more ended in a KeyError of its own."""
+    module = seeded(ReturnsInWindows)
+    trained(host, module, max_epochs=1, accumulate_grad_batches=2)
+    read = "nothing is raised"
+    try:
+        trained(host, seeded(ReadsInWindows), max_epochs=1, accumulate_grad_batches=2)
+    except KeyError as error:
+        read = str(error)
+    return {"seen": module.seen, "read": read}
+
+
 class Unread(cases.Classifier):
     """What nobody reads need not be joinable."""
 
@@ -1112,7 +1134,8 @@ SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
 
 ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     2: [
-        refused_predictions, told_or_refused, unread, counted, collectives, refused_skips, unsendable,
+        refused_predictions, told_or_refused, unread, returned_in_windows, counted, collectives, refused_skips,
+        unsendable,
         drawing_cases.alike, drawing_cases.unlike, ranks_asked_for,
         *loop_cases.ONLY_PIPELINE[2],
     ],

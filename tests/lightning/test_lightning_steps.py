@@ -68,6 +68,13 @@ def test_a_batch_weighs_what_the_host_finds_in_it(two: Records) -> None:
         assert_same({**record, "told": None}, {**two.reference["scaled_batches"][name], "told": None})
 
 
+def test_hooks_within_a_window_have_what_the_last_window_returned(two: Records) -> None:
+    for record in (rank["returned_in_windows"] for rank in two.ranks):
+        assert record["seen"] == [[0, None, 0], [1, 1, 16], [2, 1, 16], [3, 3, 6]]
+        told = "the outputs that on_train_batch_end is given have no 'logits' after this batch: with accumulate"
+        assert told in record["read"], record["read"]
+
+
 def test_what_a_run_leaves_out_is_told_or_refused(two: Records) -> None:
     """Batches of a window, and states of the optimizer, were lost; one pipeline waited for another."""
     found = [rank["told_or_refused"] for rank in two.ranks]
