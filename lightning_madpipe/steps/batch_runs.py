@@ -94,6 +94,11 @@ class BatchRun:
             return list(self.micro_batches)
         return [Piece(self, place) for place in range(len(self.micro_batches))]
 
+    def note_progress(self, progress: Any) -> None:
+        """Note how far Lightning's loop is with this batch, whose steps run later."""
+        for each in (self.whole, *self.micro_batches):
+            each.progress = progress
+
     def begin(self) -> None:
         """Forget what an earlier run of this batch left."""
         self.outputs, self.need_gradients, self.lengths = [], [], []

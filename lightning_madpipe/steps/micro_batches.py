@@ -45,6 +45,8 @@ class MicroBatch:
     """The share of its loss in that of the optimizer step, times the number that DeepSpeed divides by."""
     share: float | None = None
     """The factor of its loss in that of the Lightning batch, where each has a loss; None: its samples."""
+    progress: Any = None
+    """How far Lightning's loop was with its batch, where the step runs later; None: where the loop is then."""
     stops: bool = False
     """Whether the step has set ``trainer.should_stop``."""
     is_untried: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -198,6 +199,8 @@ class BatchRunner:
             batch = copy_of_batch(drawn)
         self._window.append(self._run_of("training_step", batch, arguments))
         self._window[-1].given = drawn
+        if trainer.accumulate_grad_batches > 1:
+            self._window[-1].note_progress(copy.deepcopy(trainer.fit_loop.epoch_loop.batch_progress))
         if comes_later:
             self._num_kept += 1
             self._window[-1].number = self._num_kept
@@ -576,7 +579,9 @@ class BatchRunner:
 
     def _again(self, run: BatchRun, uneven: bool) -> BatchRun:
         whole = run.whole
-        return self._cut(whole.step, whole.data, whole.arguments, whole.seed, uneven=uneven)
+        again = self._cut(whole.step, whole.data, whole.arguments, whole.seed, uneven=uneven)
+        again.note_progress(whole.progress)
+        return again
 
     def _feed(self, labels: Sequence[MicroBatch | Piece]) -> OwnMemory:
         """Return what the engine reads: inputs, on the first stage, and each micro-batch itself as its labels."""

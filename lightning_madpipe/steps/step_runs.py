@@ -199,6 +199,9 @@ class StepRuns:
                 enter(self._prints.of_run(micro_batch, is_shown=is_shown))
                 enter(_recorded(self._module, record))
                 enter(_stop_noted(self._module, micro_batch))
+                if micro_batch.progress is not None:  # such as trainer.is_last_batch
+                    loop = self._module.trainer.fit_loop.epoch_loop
+                    enter(replaced(loop, "batch_progress", micro_batch.progress))
                 trainer, keeps = getattr(self._module, "_trainer", None), not rehearsing and not only_inputs
                 enter(written_tables_told(trainer, micro_batch.step, warn_once, keeps=keeps))
                 if self._traces is not None:

@@ -186,6 +186,22 @@ class ReturnsInWindows(Returns):
         self.seen.append([batch_idx, outputs.get("idx"), outputs["logits"].shape[0] if "logits" in outputs else 0])
 
 
+class KnowsLastBatch(cases.Classifier):
+    """Gives the last batch of an epoch another loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        factor = 3.0 if self.trainer.is_last_batch else 1.0
+        place = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        return super().training_step(batch, batch_idx) * (factor + 0.1 * place)
+
+
+def last_batches(host: Host) -> dict[str, Any]:
+    """All batches of a window saw the progress of its last one, as steps run at the window's end."""
+    module = seeded(KnowsLastBatch)
+    trained(host, module, max_epochs=2, accumulate_grad_batches=2, limit_train_batches=4)
+    return {name: float(value.double().abs().sum()) for name, value in module.state_dict().items()}
+
+
 class ReadsInWindows(Returns):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.seen.append(outputs["logits"])
@@ -1127,7 +1143,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     2: [
         predictions, default_predictions, returned, left_behind, with_metrics, metrics_of_hooks, weights_left_out,
         logs_everywhere, shown, summed, skips, rank_zero, global_board, logged_sizes, scaled_batches, contrasts,
-        *loop_cases.SAME_AS_SINGLE[2],
+        last_batches, *loop_cases.SAME_AS_SINGLE[2],
     ],
     4: [predictions, left_behind, replicated_metrics, contrasts],
 }  # fmt: skip
