@@ -115,14 +115,13 @@ class ParameterGroups:
 
     def _first_layers(self) -> list[float]:
         """The place of the first layer that each group has a parameter of; infinite without one."""
-        places = {f"{part.name}.": part.layers[0] for part in all_that_moves(self._module)}
-        return [
-            min(
-                (place for part, place in places.items() if any(name.startswith(part) for name in names)),
-                default=math.inf,
-            )
-            for names in self._names
-        ]
+        places = {part.name: part.layers[0] for part in all_that_moves(self._module)}
+
+        def place_of(name: str) -> float:
+            beginnings = itertools.accumulate(name.split("."), "{}.{}".format)
+            return next((places[each] for each in beginnings if each in places), math.inf)
+
+        return [min(map(place_of, names), default=math.inf) for names in self._names]
 
     def take_settings(
         self,
