@@ -6,6 +6,7 @@ its micro-batches leave the same, as predictions do that a hook joins, nothing i
 
 from __future__ import annotations
 
+import dis
 import itertools
 import math
 import numbers
@@ -13,6 +14,7 @@ from array import array
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from types import CodeType
 from typing import Any
 
 import numpy
@@ -31,6 +33,9 @@ CLOSE = 1e-4
 MOST_NAMED = 4
 JOINS = frozenset(("cat", "chain", "concat", "concatenate", "from_iterable", "hstack", "vstack"))
 """Functions for which it is the same in how many pieces a list has its numbers."""
+
+FILLS = ("append", "clear", "extend")
+"""Methods of a list that give nothing of what is in it."""
 
 Numbers = dict[str, Tensor]
 """The numbers in a value, one after the other, by the keys that lead to them."""
@@ -104,12 +109,15 @@ class StepTraces:
         return found
 
     def is_joined(self, name: str) -> bool:
-        """Whether a step or a hook that names a list joins what is in lists, as by ``torch.cat``."""
+        """Whether a step or a hook that reads a list joins what is in lists, as by ``torch.cat``."""
         key = name.rpartition(".")[2]
         for _, owner, function in hooks_of_program(self._module):
             search = CodeSearch(self._steps.beside.is_programs)
             search.read(function, type(owner))
-            if key in search.written and not JOINS.isdisjoint(search.written):
+            if JOINS.isdisjoint(search.written):
+                continue
+            # A step that fills the list may join something else.
+            if any(_reads_entries(each.__code__, key) for each in search.functions):
                 return True
         return False
 
@@ -138,6 +146,16 @@ class StepTraces:
     def means_over(self, left: Mapping[str, Trace]) -> list[str]:
         """The metrics that are told one number for each micro-batch, which count alike whatever the sizes."""
         return [name for name in self._means if name in left and self.is_mean_over(name, left[name])]
+
+
+def _reads_entries(code: CodeType, key: str) -> bool:
+    """Whether code reads what is in an attribute, or a global, and does not only fill or clear it."""
+    instructions = [each for each in dis.get_instructions(code) if each.opname != "CACHE"]
+    behind = (*instructions[1:], None)
+    return any(
+        each.opname.startswith("LOAD") and each.argval == key and (after is None or after.argval not in FILLS)
+        for each, after in zip(instructions, behind, strict=True)
+    ) or any(_reads_entries(inner, key) for inner in code.co_consts if isinstance(inner, CodeType))
 
 
 def differences(

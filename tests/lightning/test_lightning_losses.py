@@ -44,7 +44,7 @@ from lightning_madpipe.steps.micro_batches import MicroBatch
 from lightning_madpipe.steps.step_side_effects import Change, Place
 from lightning_madpipe.steps.trials import _logs, _results
 from lightning_madpipe.steps.user_step import UserSteps
-from lightning_madpipe.steps.what_steps_leave import Trace, differences, numbers_of
+from lightning_madpipe.steps.what_steps_leave import StepTraces, Trace, differences, numbers_of
 from tests.lightning.test_lightning_pipeline import Records, assert_same, records_of
 
 
@@ -359,6 +359,43 @@ def test_the_number_of_entries_is_told_of_tensors_that_nobody_joins() -> None:
     trained = {**pieces, "self.kept": Trace(8, tensors)}  # the trial cuts eight samples in four
     found = differences(traces, whole, pieces, trained)
     assert found == [("self.kept", "self.kept gets 8 entries instead of 1, which are the same joined")]
+
+
+class KeepsLists(pl.LightningModule):
+    """Fills lists in its step, which joins something else; hooks join one of them, and count the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joined, self.counted, self.by_other = [], [], []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        both = torch.cat([batch, batch])
+        self.joined.append(both)
+        self.counted.append(both)
+        self.by_other.append(both)
+        return both.sum()
+
+    def on_train_epoch_end(self) -> None:
+        self.log("joined", torch.cat(self.joined).mean())
+        self.joined.clear()
+        self.log("by other", self.mean_of(list(self.by_other)))
+
+    def on_train_end(self) -> None:
+        self.log("counted", sum(each.mean() for each in self.counted) / len(self.counted))
+
+    def mean_of(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(tensors).mean()
+
+
+def test_a_list_that_is_filled_beside_a_join_is_not_joined() -> None:
+    """A step that joins its inputs kept the line about its lists away."""
+    module = KeepsLists()
+    module.trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    traces: Any = SimpleNamespace(
+        _module=module, _steps=SimpleNamespace(beside=SimpleNamespace(is_programs=lambda _: True))
+    )
+    joined = [name for name in ("joined", "counted", "by_other") if StepTraces.is_joined(traces, f"self.{name}")]
+    assert joined == ["joined", "by_other"]
 
 
 def test_a_number_that_two_ways_to_merge_give_by_chance_is_not_settled() -> None:
