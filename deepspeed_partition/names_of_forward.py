@@ -6,7 +6,7 @@ import dis
 import inspect
 from collections.abc import Iterator
 from functools import cache
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from deepspeed_partition.code_names import LIBRARIES
@@ -51,6 +51,19 @@ def names_of_forward(kind: Any) -> NamesOfForward:
         seen.add(name)
     fills = stores or not seen.isdisjoint(FILLING)
     return NamesOfForward(tuple(written), frozenset(counted), frozenset(seen), fills)
+
+
+def loads_attribute(code: CodeType, name: str) -> bool:
+    """Whether code reads an attribute of this name, of anything, for more than to change it by ``+= 1``."""
+    before = ""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "CACHE":
+            continue
+        is_read = instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and instruction.argval == name
+        if is_read and before not in ("COPY", "DUP_TOP"):  # the latter in Python 3.10
+            return True
+        before = instruction.opname
+    return any(loads_attribute(inner, name) for inner in code.co_consts if isinstance(inner, CodeType))
 
 
 def _set_on_self(function: FunctionType) -> Iterator[str]:

@@ -13,7 +13,10 @@ from typing import Any
 from torch import nn
 
 from deepspeed_partition.capture.element_attributes import attributes_noted, of_class, subclass_of
+from deepspeed_partition.capture.left_behind import is_no_librarys
 from deepspeed_partition.capture.recording import AttributeSet, Recording
+from deepspeed_partition.code_names import CodeSearch, forward_of
+from deepspeed_partition.names_of_forward import loads_attribute
 
 KEEPS = "its code keeps {} for its next run"
 
@@ -39,14 +42,30 @@ def written_name(owner: str, name: str) -> str:
 
 
 def _kept(recording: Recording, again: Callable[[], Recording]) -> list[tuple[str, str]]:
-    """The attributes that a second run reads before it sets them; the numbers that it sets to others again."""
+    """The attributes that a second run reads before it sets them; the numbers that it sets to others again.
+
+    A number that code only counts, or notes, is none: processes may count otherwise.
+    """
     numbers = {key for key, each in recording.sets.items() if type(each.value) in (int, float)}
     second: Mapping[tuple[str, str], AttributeSet] = {}
     # Where a table is missing that a number stands for, it may raise, and nothing more is known.
     with _reads_noted(recording.modules, recording.sets, numbers) as read, suppress(Exception):
         second = again().sets
-    counted = {key for key in numbers & second.keys() if second[key].value != recording.sets[key].value}
+    counted = {
+        (owner, name)
+        for owner, name in numbers & second.keys()
+        if second[owner, name].value != recording.sets[owner, name].value
+        and _is_read(recording.modules[owner], recording.modules[recording.sets[owner, name].scope.target], name)
+    }
     return [key for key in recording.sets if key in (counted if key in numbers else read)]
+
+
+def _is_read(owner: nn.Module, setting: nn.Module, name: str) -> bool:
+    """Whether the code of a module, or of the one that sets its attribute, reads that."""
+    search = CodeSearch(is_no_librarys)
+    for part in (owner, setting):
+        search.read(forward_of(part), type(part))
+    return any(loads_attribute(function.__code__, name) for function in search.functions)
 
 
 @contextmanager

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,8 +67,12 @@ class Held:
             self._add_each(value, depth)
         elif isinstance(value, dict | list | set | deque):
             self._add_table(value, depth)
+        elif isinstance(value, partial):
+            self._add_each((value.func, value.args, value.keywords), depth + 1)
         elif (table := members_of(value)) is not None:
             self._add_table(table, depth)
+        elif callable(value) and is_no_librarys(type(value).__module__) and isinstance(value, Hashable):
+            self._add_each(getattr(value, "__dict__", {}).values(), depth)
 
     def _add_table(self, table: Any, depth: int) -> None:
         before = dict(table) if isinstance(table, dict) else list(table)
@@ -92,7 +97,8 @@ class Held:
 
     def has(self, value: Any) -> bool:
         """Whether an object was there."""
-        return id(value) in self._seen
+        is_common = value is torch.default_generator or value in torch.cuda.default_generators
+        return is_common or id(value) in self._seen
 
     @contextmanager
     def put_back(self) -> Iterator[None]:

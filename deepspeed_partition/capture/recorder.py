@@ -355,7 +355,7 @@ class Tape:
         call = Call(next(self._time), self._numbers(), func, given, effects=effects, context=self._context())
         call.returned = self.template(out, time=call.time)
         call.end, call.where, call.in_checkpoint = call.time, model_line(), bool(self._region)
-        if effects.random or any(map(self._is_of_data, given.leaves)):
+        if effects.random or any(map(self._is_of_data, _with_values(func, given.leaves))):
             self._of_data.update(call.returned.refs())
         if getattr(func, "__name__", "") in ("lt", "__lt__"):
             self._remember_comparison(given, call.returned)
@@ -782,6 +782,14 @@ def _closes_over_tensors(function: types.FunctionType | functools.partial[Any]) 
         with suppress(ValueError):  # nothing is in it yet
             held.append(cell.cell_contents)
     return any(isinstance(each, Size | torch.Tensor) or holds_tensors(each, 2) for each in held)
+
+
+def _with_values(func: Any, leaves: Sequence[Any]) -> Sequence[Any]:
+    """The leaves of a call whose values count, and not their sizes, type or device alone."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("new_") or name.endswith("_like"):
+        return ()
+    return leaves[:1] if name in ("expand_as", "reshape_as", "to", "type_as", "view_as") else leaves
 
 
 def _state() -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -271,6 +272,45 @@ def test_code_that_seeds_is_refused_or_stays_whole(kind):
         torch.testing.assert_close(run_in_order(layers, x), model(x))
 
 
+class CallsGenerator:
+    """Draws from a generator that it holds."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.rand(x.shape, generator=self.generator)
+
+
+class Noisy(nn.Module):
+    """Draws from a generator that is there before, wherever it is held."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.last, self.kind = nn.Linear(8, 8), nn.Linear(8, 8), kind
+        self.draw = functools.partial(torch.rand, generator=torch.Generator().manual_seed(3))
+        self.noise = CallsGenerator()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.kind == "common":
+            return self.last(x + torch.rand(x.shape, generator=torch.default_generator))
+        return self.last(x + (self.draw(x.shape) if self.kind == "partial" else self.noise(x)))
+
+
+@pytest.mark.parametrize("kind", ["common", "partial", "object"])
+def test_generators_that_are_held_somewhere_are_not_seeded(kind):
+    """They were taken for ones that the code makes, which was refused."""
+    model, x = Noisy(kind), torch.randn(3, 8)
+    layers = layers_as_they_are(model, (x,), {})
+    assert len(layers) == 2
+    torch.manual_seed(3)
+    alone, found = copy.deepcopy(model), run_in_order(layers, x)
+    torch.manual_seed(3)
+    if kind == "common":  # a copy of a generator is another one
+        torch.testing.assert_close(found, alone(x))
+
+
 class Keeping(nn.Module):
     """Keeps something in an attribute, in one of the ways in which code does."""
 
@@ -279,6 +319,7 @@ class Keeping(nn.Module):
         self.first, self.last, self.kind = nn.Linear(8, 8), nn.Linear(8, 8), kind
         self.state: Any = None
         self.num_runs = self.length = 0
+        self.num_seen, self.seconds = 0, 0.0
         self.register_buffer("mean", torch.zeros(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -292,6 +333,14 @@ class Keeping(nn.Module):
         elif self.kind == "num_runs":
             self.num_runs += 1
             x = x * (2 if self.num_runs > 2 else 1)
+        elif self.kind == "only counted":
+            self.num_seen += 1
+            self.seconds = time.perf_counter()
+        elif self.kind == "mask":
+            if self.state is None or self.state.shape[0] < x.shape[0]:
+                self.state = x.new_full((x.shape[0], x.shape[0]), -1.0).triu(1)
+                self.state = self.state + torch.zeros_like(x[:, :1]).to(x).type_as(x)
+            x = self.state[: x.shape[0], : x.shape[0]] @ x
         elif self.kind == "not read":
             self.state = x.detach()
         elif self.kind == "read behind":
@@ -317,7 +366,9 @@ def test_what_code_keeps_for_its_next_run_is_refused_or_stays_whole(kind, name):
         torch.testing.assert_close(run_in_order(layers, x), alone(x))
 
 
-@pytest.mark.parametrize(("kind", "is_told"), [("not read", True), ("read behind", True), ("table", False)])
+@pytest.mark.parametrize(("kind", "is_told"), [
+    ("not read", True), ("read behind", True), ("table", False), ("only counted", False), ("mask", False),
+])  # fmt: skip
 def test_what_code_sets_for_this_run_alone_hinders_nothing(kind, is_told):
     model = Keeping(kind)
     layers = layers_as_they_are(model, (torch.randn(3, 8),), {})
