@@ -138,6 +138,8 @@ _SEEDING = [
     for name in (kind, f"{kind}_all")
     if name in vars(owner)
 ]
+_OF_GRAPHS = ("register_multi_grad_hook", "save_on_cpu", "saved_tensors_hooks")
+"""What hangs hooks on a graph, of ``torch.autograd.graph``: what is written down would not do so again."""
 OF_HOSTS = ("training", "forward")
 """Attributes that hosts set on modules, too."""
 _SHAPE: Any = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
@@ -630,6 +632,15 @@ class Tape:
 
         return noting
 
+    def _noting_hooks(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            if not self._inside:
+                self._whole(f"its code hangs hooks on the graph by {name}()")
+            return function(*args, **kwargs)
+
+        return noting
+
     @contextmanager
     def recording(self) -> Iterator[None]:
         call = nn.Module.__call__
@@ -700,6 +711,9 @@ class Tape:
             if hasattr(torch.compiler, "set_stance"):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.keep, lambda tensor: tensor))
+            for name in _OF_GRAPHS:
+                function = getattr(torch.autograd.graph, name)
+                stack.enter_context(patched(torch.autograd.graph, name, self._noting_hooks(name, function)))
             stack.enter_context(self.fake)
             stack.enter_context(_Watch(self))
             stack.enter_context(_Functions(self))

@@ -17,11 +17,12 @@ def hooks_of_program(module: Any) -> Iterator[tuple[str, Any, Any]]:
     """The steps and hooks that a program has written, in words, with their owner and the function."""
     for name, owner in named_owners(module).items():
         kind = type(owner)
-        if is_librarys(kind):
-            continue
         of_host = {key for base in kind.__mro__ if is_librarys(base) for key in vars(base)}
-        for key in dict.fromkeys(key for base in kind.__mro__ if not is_librarys(base) for key in vars(base)):
-            function = function_of(inspect.getattr_static(kind, key))
+        # Those of a LambdaCallback are its own attributes.
+        own = {key: value for key, value in vars(owner).items() if key in of_host and not is_librarys(value)}
+        of_class = dict.fromkeys(key for base in kind.__mro__ if not is_librarys(base) for key in vars(base))
+        for key in {**of_class, **own}:
+            function = function_of(own[key] if key in own else inspect.getattr_static(kind, key))
             is_hook = key in of_host and key not in _NO_HOOKS and not key.startswith("_")
             if function is not None and is_hook:
                 yield key if owner is module else f"{key} of {name}", owner, function

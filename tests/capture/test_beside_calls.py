@@ -272,6 +272,41 @@ def test_code_that_seeds_is_refused_or_stays_whole(kind):
         torch.testing.assert_close(run_in_order(layers, x), model(x))
 
 
+class HooksGraph(nn.Module):
+    """Hangs hooks on the graph, in one of the ways that ``torch.autograd.graph`` has."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.last, self.kind, self.heard = nn.Linear(8, 8), nn.Linear(8, 8), kind, []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        graph: Any = torch.autograd.graph
+        x = self.first(x)
+        if self.kind == "register_multi_grad_hook":
+            graph.register_multi_grad_hook((x,), lambda _: self.heard.append(1), mode="any")
+            return self.last(x)
+        with (
+            graph.save_on_cpu()
+            if self.kind == "save_on_cpu"
+            else graph.saved_tensors_hooks(self.pack, lambda x: x)
+        ):
+            return self.last(x)
+
+    def pack(self, x: torch.Tensor) -> torch.Tensor:
+        self.heard.append(1)
+        return x
+
+
+@pytest.mark.parametrize("kind", ["register_multi_grad_hook", "save_on_cpu", "saved_tensors_hooks"])
+def test_code_that_hangs_hooks_on_the_graph_stays_whole(kind):
+    """It was taken apart, and the hooks ran in the capture alone."""
+    model = nn.Sequential(HooksGraph(kind), nn.Linear(8, 8))
+    layers = layers_as_they_are(model, (torch.randn(3, 8),), {})
+    model[0].heard.clear()
+    run_in_order(layers, torch.randn(3, 8)).sum().backward()
+    assert len(layers) == 2 and bool(model[0].heard) == (kind != "save_on_cpu")
+
+
 class CallsGenerator:
     """Draws from a generator that it holds."""
 

@@ -14,6 +14,7 @@ import numpy
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import LambdaCallback
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -396,6 +397,10 @@ def test_a_list_that_is_filled_beside_a_join_is_not_joined() -> None:
     )
     joined = [name for name in ("joined", "counted", "by_other") if StepTraces.is_joined(traces, f"self.{name}")]
     assert joined == ["joined", "by_other"]
+    # A LambdaCallback has its hooks as its own attributes, which were not looked at.
+    joining = LambdaCallback(on_train_end=lambda _, each: each.log("all", torch.cat(each.counted).mean()))
+    module.trainer.callbacks.append(joining)
+    assert StepTraces.is_joined(traces, "self.counted")
 
 
 def test_a_number_that_two_ways_to_merge_give_by_chance_is_not_settled() -> None:
