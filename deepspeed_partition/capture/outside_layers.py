@@ -65,7 +65,7 @@ class OutsideLayers:
                 place = f"{name} ({type(part).__name__})" if name else type(part).__name__
                 raise CaptureError(
                     f"{place} has a {kind} hook ({_name_of(hook)}), which no layer calls, for the code of "
-                    f"{name or 'the model'} is cut into layers: hang it on modules that it calls, such as its "
+                    f"{name or 'the model'} is cut into layers: register it on modules that it calls, such as its "
                     "blocks, before layers are made"
                 )
 

@@ -123,8 +123,8 @@ SETS_ONCE = (
     "change it in every call: note it in a buffer, as in self.register_buffer('ready', torch.tensor(0))"
 )
 HANGS_ON_WEIGHT = (
-    "its forward() hangs a hook on the gradient of the weight {weight}, one more in each run: hang it once, where "
-    "the model is made"
+    "its forward() registers a hook on the gradient of the weight {weight}, one more in each run: register it "
+    "once, where the model is made"
 )
 _HANG_HOOKS = (
     torch.Tensor.register_hook,
@@ -636,7 +636,7 @@ class Tape:
         @functools.wraps(function)
         def noting(*args: Any, **kwargs: Any) -> Any:
             if not self._inside:
-                self._whole(f"its code hangs hooks on the graph by {name}()")
+                self._whole(f"its code registers hooks on the graph by {name}()")
             return function(*args, **kwargs)
 
         return noting
