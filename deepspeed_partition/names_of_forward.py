@@ -57,8 +57,6 @@ def loads_attribute(code: CodeType, name: str) -> bool:
     """Whether code reads an attribute of this name, of anything, for more than to change it by ``+= 1``."""
     before = ""
     for instruction in dis.get_instructions(code):
-        if instruction.opname == "CACHE":
-            continue
         is_read = instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and instruction.argval == name
         if is_read and before not in ("COPY", "DUP_TOP"):  # the latter in Python 3.10
             return True

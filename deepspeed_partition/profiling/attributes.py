@@ -577,19 +577,17 @@ class AttributesOfForward:
     def remembered(self) -> Callable[[], None]:
         """Note all of it; return what puts it back."""
         remembering = _Remembering(self._copies)
-        before = [
-            (table, names, remembering.each({name: table[name] for name in names if name in table}))
-            for table, names in self._places
-            for names in [[name for name in names if name not in table or self._is_noted(table[name])]]
-        ]
+        before = []
+        for table, names in self._places:
+            noted = {name: table[name] for name in names if name in table and self._is_noted(table[name])}
+            absent = [name for name in names if name not in table]
+            before.append((table, remembering.each(noted), absent))
 
         def restore() -> None:
-            for table, names, remembered in before:
-                for name in names:
-                    if name in remembered:
-                        table[name] = remembered[name]()
-                    else:
-                        table.pop(name, None)
+            for table, remembered, absent in before:
+                table.update(_restored(remembered))
+                for name in absent:
+                    table.pop(name, None)
 
         return restore
 

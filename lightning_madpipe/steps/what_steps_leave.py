@@ -150,7 +150,7 @@ class StepTraces:
 
 def _reads_entries(code: CodeType, key: str) -> bool:
     """Whether code reads what is in an attribute, or a global, and does not only fill or clear it."""
-    instructions = [each for each in dis.get_instructions(code) if each.opname != "CACHE"]
+    instructions = list(dis.get_instructions(code))
     behind = (*instructions[1:], None)
     return any(
         each.opname.startswith("LOAD") and each.argval == key and (after is None or after.argval not in FILLS)

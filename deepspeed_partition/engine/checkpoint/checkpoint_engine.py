@@ -285,7 +285,7 @@ class ResumingEngine(MovingEngine):
             raised_together(lambda: self._check_that_places_agree(found.folder))
         if layout is not None and self.optimizer is not None and _is_whole(options) and not self._fits(found):
             saved = SavedState(found.folder, layout, self._reader)
-            states = self._agreed(saved)
+            states, of_no_parameter = self._agreed(saved)
             options["load_optimizer_states"] = False
         loaded: tuple[Any, Any] = None, None
         failed: Exception | None = None
@@ -305,7 +305,7 @@ class ResumingEngine(MovingEngine):
         if states is not None:
             _, client_state = loaded
             client_state.pop("optimizer", None)  # that of rank 0
-            self._lay_in(states, saved)
+            self._lay_in(states, of_no_parameter, saved)
             if options["load_lr_scheduler_states"]:
                 lists.belong_to_groups(self.grid.get_pipe_parallel_group())
         if layout is not None and not options["load_module_only"] and isinstance(self.module, StagesModule):
@@ -452,16 +452,17 @@ class ResumingEngine(MovingEngine):
         same = found.is_at_cut_of(self.module) if not here else here == there
         return same and there["optimizer"] != "BF16_Optimizer"
 
-    def _agreed(self, saved: SavedState) -> dict[str, ParameterState]:
-        """What this rank's optimizer needs, or the first rank's error on all of them."""
+    def _agreed(self, saved: SavedState) -> tuple[dict[str, ParameterState], dict[Any, Any]]:
+        """What this rank's optimizer needs, by parameters and of none, or the first error on all ranks."""
 
-        def read() -> dict[str, ParameterState]:
-            saved.of_no_parameter(type(self.basic_optimizer).__name__, self.grid.get_stage_id())
-            return saved.states_for(self.optimizer, self.module)
+        def read() -> tuple[dict[str, ParameterState], dict[Any, Any]]:
+            kind = type(self.basic_optimizer).__name__
+            of_no_parameter = saved.of_no_parameter(kind, self.grid.get_stage_id())
+            return saved.states_for(self.optimizer, self.module), of_no_parameter
 
         if self._groups is not None and self._every_group is not None:
             self._groups.gather_added(self._every_group, self.grid.get_pipe_parallel_group())
-        states = raised_together(read)
+        found = raised_together(read)
         announce(
             "the checkpoint has no state of an optimizer: the optimizer of this run begins without one"
             if saved.optimizer is None
@@ -469,16 +470,17 @@ class ResumingEngine(MovingEngine):
             f"{saved.layout['num_replicas']} pipelines, for other tensors than are trained here: it is loaded by "
             "parameters"
         )
-        return states
+        return found
 
-    def _lay_in(self, states: dict[str, ParameterState], saved: SavedState) -> None:
+    def _lay_in(
+        self, states: dict[str, ParameterState], of_no_parameter: dict[Any, Any], saved: SavedState
+    ) -> None:
         assert self._groups is not None and self._every_group is not None
         optimizer = self.optimizer
         pipe_group = self.grid.get_pipe_parallel_group()
         self._groups.take_settings(self._every_group, saved.settings_of, pipe_group)
         lay_states(states, optimizer, self.module)
-        kind = type(self.basic_optimizer).__name__
-        self.basic_optimizer.state.update(saved.of_no_parameter(kind, self.grid.get_stage_id()))
+        self.basic_optimizer.state.update(of_no_parameter)
         if saved.optimizer == saved_state.kind_of(optimizer):
             wrapper = saved.of_the_wrapper()
             if hasattr(optimizer, "_load_global_state"):
