@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import replace
 
 import pytest
@@ -11,11 +10,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deepspeed_partition import Chain, InfeasibleError, LayerProfile, Plan, Platform, make_plan
+from deepspeed_partition.planner import deadline
 from deepspeed_partition.planner.buffers import with_more_buffers
 from deepspeed_partition.planner.data_parallel import seconds_of
 from deepspeed_partition.planner.planning import make_plan as planning
-from deepspeed_partition.planner.planning import solving
-from deepspeed_partition.planner.planning.shared_choice import MOST_FILLED
+from deepspeed_partition.planner.planning import shared_choice, solving
+from deepspeed_partition.planner.planning.shared_choice import LOOK_SECONDS, MOST_FILLED
 from deepspeed_partition.planner.simulate.replay import replay
 from deepspeed_partition.schedule.instructions import LoweringError
 from deepspeed_partition.schedule.shared_ports import comparable_step_seconds, shared_step_seconds
@@ -162,12 +162,23 @@ def test_no_plan_takes_longer_where_messages_share_ports_than_that_chosen_before
         return  # devices of the plan chosen before wait for each other
 
 
-def test_the_choice_ends_with_the_deadline():
-    """Candidates are not looked at where the time of the processor is up."""
+@pytest.mark.parametrize("limit", [1, 3, 5, 9])
+def test_the_choice_ends_with_the_deadline(monkeypatch, limit):
+    """No step is looked at where the time of the processor would not be enough: the first one once was, however
+    long it took. Each takes as long here as it may, and nothing else takes any."""
     made, devices = even_chain(8, 500_000), slow_links()
-    started = time.thread_time()
-    make_plan(made, devices, "contiguous", num_micro_batches=512, time_limit_seconds=2)
-    assert time.thread_time() - started < 4
+    worked, looked = [0.0], []
+
+    def look(plan):
+        looked.append(plan)
+        worked[0] += LOOK_SECONDS * sum(map(len, plan.step.order))
+        return plan.step_seconds
+
+    monkeypatch.setattr(deadline.time, "thread_time", lambda: worked[0])
+    monkeypatch.setattr(shared_choice, "_shared_seconds", look)
+    make_plan(made, devices, "contiguous", num_micro_batches=256, time_limit_seconds=limit)
+    assert worked[0] <= limit
+    assert len(looked) == {1: 0, 3: 2, 5: 4, 9: 8}[limit]
 
 
 def test_steps_with_all_reduces_are_compared_with_them():

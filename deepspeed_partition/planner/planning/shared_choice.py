@@ -31,21 +31,29 @@ MORE_BUFFERS = (16, 8, 4)
 """Numbers of tensors at each end of a boundary that are tried."""
 MOST_FILLED = 0.75
 """Share of a device's memory that a plan with more of them may need: they are worth no risk."""
+LOOK_SECONDS = 500e-6
+"""Most time of the processor to look at a step, for each of its forwards and backwards."""
 
 
 def least_where_shared(problem: Problem, algorithm: str, answer: Answer, chosen: Plan) -> Plan:
     """Return the plan whose step takes least where messages share ports; ``chosen`` where none takes less.
 
-    The deadline ends the choice, before a step that would take as long to look at as the longest so far.
+    The deadline ends the choice, before a step that would take as long to look at as the longest so far, and
+    before the first one where two may take longer than what is left.
 
     Args:
         answer: the steps to choose from (``steps`` and ``other_steps``).
         chosen: the plan of the shortest step, as planned.
     """
+    if chosen.step is None:
+        return chosen
+    longest, left = LOOK_SECONDS * sum(map(len, chosen.step.order)), problem.deadline.remaining_seconds()
+    if left < 2 * longest:  # one step alone is no choice
+        return chosen
     least, best = _shared_seconds(chosen), chosen
     if least is None:
         return chosen
-    longest, left = 0.0, problem.deadline.remaining_seconds()
+    left = problem.deadline.remaining_seconds()
     for plan in _candidates(problem, algorithm, answer):
         seconds = None if plan is None else _shared_seconds(plan)
         if plan is not None and seconds is not None and seconds < least * (1 - ROUNDING):
