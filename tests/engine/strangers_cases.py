@@ -8,7 +8,7 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -2451,7 +2451,36 @@ def modules_with_a_forward_of_their_own(_: Path) -> None:
             trained(recomputing_plan(), PipelineModule)
 
 
+def a_forward_that_a_script_puts_in_between_two_steps(_: Path) -> None:
+    """It runs from the next step on, and a hook does, where the steps before ran layers and nothing else."""
+    data, num_losses = batches(4), 0
+
+    def halved_later(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        nonlocal num_losses
+        num_losses += 1
+        return loss_fn(outputs if num_losses <= 2 * NUM_MICRO_BATCHES else outputs * 0.5, labels)
+
+    def halving_hook(module: Any, _: Any, outputs: torch.Tensor) -> torch.Tensor:
+        return outputs * 0.5 if module._local_stop == module._num_layers else outputs
+
+    expected = train_alone(mlp(), data, two_groups, loss_fn=halved_later)
+    for method in (cut(), looped()):
+        for put in ("object", "class", "hook"):
+            engine, _, _ = start(mlp(), method, optimizer=two_groups)
+            engine.module.seed_layers = False  # with seeds, DeepSpeed's forward runs
+            losses = train(engine, data[:2])
+            with ExitStack() as stack:
+                if put == "object":
+                    engine.module.forward = partial(halved_forward, engine.module)
+                elif put == "class":
+                    stack.enter_context(patch.object(deepspeed.PipelineModule, "forward", halved_forward))
+                else:
+                    engine.module.register_forward_hook(halving_hook)
+                same(losses + train(engine, data[2:]), expected)
+
+
 CASES = [
+    a_forward_that_a_script_puts_in_between_two_steps,
     layers_that_are_frozen_when_they_move,
     hooks_on_the_pipeline_module, modules_with_a_forward_of_their_own,
     outputs_that_no_stage_hands_on, an_optimizer_around_another_one, gradients_that_are_there_before_a_step,

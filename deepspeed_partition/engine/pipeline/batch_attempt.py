@@ -223,8 +223,7 @@ class Batch:
             output = NOTHING if shapes is None else self._zeros(shapes)
             state.between[Message("F", stage, number)] = output
             if devices[stage] != devices[stage + 1]:
-                floating = tuple(tensor for tensor in tensors_of(output) if tensor.is_floating_point())
-                state.gradient_shapes[Message("B", stage, number)] = Shapes.of_gradients(floating)
+                state.gradient_shapes[Message("B", stage, number)] = Shapes.of_gradients(output)
             return
         state.between.pop(Message("B", stage, number), None)
         if stage > 0:

@@ -121,7 +121,10 @@ class PlainPasses:
     def __init__(self, engine: AnyPlanEngine) -> None:
         self._engine = engine
         self._as_read = digest_of_deepspeed() == DIGEST_AS_READ
+        self._module: Any = engine.module
         self._call: Callable[[Any], Any] = engine.module
+        self._alone: dict[int, Callable[[Any], Any]] = {}
+        """What runs the layers of a stage where a call of the module would do nothing else, by stage."""
         self.may_load = False
         """Whether they may load micro-batches of this batch, too."""
         self._of_loss: tuple[Any, ...] = ()
@@ -133,7 +136,13 @@ class PlainPasses:
         module: Any = self._engine.module
         config: Any = self._engine
         self.may_load = may_run and not config._reentrant_activation_checkpointing()
-        self._call = module.forward if may_run and _has_deepspeeds_hooks_alone(module) else module
+        self._module = self._call = module
+        self._alone.clear()
+        if may_run and _has_deepspeeds_hooks_alone(module):
+            self._call = module.forward
+            if "forward" not in vars(module):
+                alone = {stage: module.layers_alone(stage) for stage in module.own_stages}
+                self._alone.update({stage: run for stage, run in alone.items() if run is not None})
         return may_run
 
     def _may_run(self) -> bool:
@@ -204,16 +213,18 @@ class PlainPasses:
             copy = copy.to(here)
         return copy.detach() if copy.requires_grad else copy
 
-    def forward(self, inputs: Any) -> Any:
-        """Return the output of the active stage, which is not the last one."""
+    def forward(self, stage: int, inputs: Any) -> Any:
+        """Return the output of a stage, which is active and not the last one."""
         engine: Any = self._engine
         engine.tput_timer.start()
-        return self._call(inputs)
+        recomputes = self._module.second_forward is not None
+        run = self._call if recomputes else self._alone.get(stage, self._call)
+        return run(inputs)
 
-    def loss_of(self, inputs: Any, labels: Any) -> Any:
+    def loss_of(self, stage: int, inputs: Any, labels: Any) -> Any:
         """Return the loss of a micro-batch, on the last stage, and add it to that of the batch."""
         engine: Any = self._engine
-        module, outputs = engine.module, self.forward(inputs)
+        module, outputs = self._module, self.forward(stage, inputs)
         loss_fn = module.loss_fn if engine._compute_loss else None
         loss = outputs if loss_fn is None else loss_fn(outputs, labels)
         if engine.eval_return_logits:

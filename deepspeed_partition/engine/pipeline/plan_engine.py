@@ -760,10 +760,10 @@ class AnyPlanEngine(AnyBoundaryEngine):
             inputs, labels = buffers["inputs"][slot], buffers["labels"][slot]
             buffers["inputs"][slot] = buffers["labels"][slot] = None
             if is_last:
-                state.losses[slot] = self._passes.loss_of(inputs.clone(), labels)
+                state.losses[slot] = self._passes.loss_of(stage, inputs.clone(), labels)
             else:
                 self._leave_output(
-                    Message("F", stage, number), slot, devices, self._passes.forward(inputs.clone())
+                    Message("F", stage, number), slot, devices, self._passes.forward(stage, inputs.clone())
                 )
             return
         type(self)._exec_forward_pass(self, slot)
@@ -784,16 +784,14 @@ class AnyPlanEngine(AnyBoundaryEngine):
         if not isinstance(outputs, torch.Tensor) or outputs.is_complex():
             self._check_output(message, outputs)
             self._shared_outputs.look(message.boundary, outputs)
-        whole = outputs if isinstance(outputs, tuple) else (outputs,)
-        leaving = state.between[message] = detached(outputs)
+        state.between[message] = detached(outputs)
         if not torch.is_grad_enabled():
             return
-        as_edges = self._is_plain and HAS_EDGES and has_few_bytes(whole)
+        as_edges = self._is_plain and HAS_EDGES and has_few_bytes(outputs)
         state.departed[slot] = DepartedEdges(outputs) if as_edges else Departed(outputs)
         if devices[message.boundary] != devices[message.boundary + 1]:
-            floating = tuple([tensor for tensor in tensors_of(leaving) if tensor.is_floating_point()])
             gradient = Message("B", message.boundary, message.micro_batch)
-            state.gradient_shapes[gradient] = Shapes.of_gradients(floating)
+            state.gradient_shapes[gradient] = Shapes.of_gradients(outputs)
 
     def _check_output(self, message: Message, outputs: Any) -> None:
         """Refuse outputs of a stage that cannot go to the next one.

@@ -291,7 +291,8 @@ class StagesModule(deepspeed.pipe.PipelineModule):
     def activate(self, stage: int) -> None:
         """Let this module be one of its stages, until :meth:`deactivate`."""
         own = self.__dict__  # past torch, which looks at each assignment for children
-        self._take_listed()
+        if len(self.own_stages) > 1:
+            self._take_listed()
         if stage == self._shown and self.forward_funcs is self._functions[stage]:
             own["micro_offset"] = self._num_forwards[stage]
         else:
@@ -302,7 +303,8 @@ class StagesModule(deepspeed.pipe.PipelineModule):
         """Let this module be all its stages again."""
         self.__dict__["_is_active"] = False
         self._num_forwards[self._shown] = self.micro_offset
-        self._list_all()
+        if len(self.own_stages) > 1:
+            self._list_all()
 
     def forward(self, forward_input: Any) -> Any:
         if not self._is_active and not self.allocation.is_contiguous:
@@ -325,10 +327,32 @@ class StagesModule(deepspeed.pipe.PipelineModule):
             self._stages_looked_at.add(look)
             return outputs
         except MISSED as error:
-            explained = shared.explained(error, stage)
-            if explained is None:
+            if explained := shared.explained(error, stage):
+                raise explained from error
+            raise
+
+    def layers_alone(self, stage: int) -> Callable[[Any], Any] | None:
+        """What does all that a :meth:`forward` of a stage does in this batch, if that is no more than its layers.
+
+        It has run before, then, and nothing of it is recomputed; gradients are computed.
+        """
+        shared, plan = self._shared_things, self.madpipe_cut.plan if self.madpipe_cut is not None else None
+        if (
+            shared is None or (stage, self.training) not in self._stages_looked_at or self._within is not None
+            or self.activation_checkpoint_interval or self.seed_layers or not self._has_no_own_forward()
+            or (plan is not None and plan.stages[stage].blocks)
+        ):  # fmt: skip
+            return None
+
+        def run(forward_input: Any) -> Any:
+            try:
+                return self._forward_in_turn(forward_input)
+            except MISSED as error:
+                if explained := shared.explained(error, stage):
+                    raise explained from error
                 raise
-            raise explained from error
+
+        return run
 
     def _run(self, forward_input: Any) -> Any:
         if self._within is not None:

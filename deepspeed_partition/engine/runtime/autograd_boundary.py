@@ -99,9 +99,11 @@ def detached(boundary: Boundary) -> Boundary:
     return tuple([without[id(tensor)] for tensor in boundary])
 
 
-def has_few_bytes(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors together have at most ``FEW_BYTES``."""
-    return sum([tensor.nbytes for tensor in tensors]) <= FEW_BYTES
+def has_few_bytes(boundary: Boundary) -> bool:
+    """Whether the tensors of a boundary together have at most ``FEW_BYTES``."""
+    if isinstance(boundary, torch.Tensor):
+        return boundary.nbytes <= FEW_BYTES
+    return sum([tensor.nbytes for tensor in boundary]) <= FEW_BYTES
 
 
 def run_backward(roots: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:

@@ -56,8 +56,10 @@ class Shapes:
 
     @classmethod
     def of_gradients(cls, boundary: Boundary) -> Shapes:
-        """The shapes of gradients of an activation, of which each tensor has its own."""
-        return _shapes(True, tuple([(each.shape, each.dtype) for each in tensors_of(boundary)]))
+        """The shapes of the gradients of an activation: each of its tensors of floating-point numbers has one."""
+        if isinstance(boundary, torch.Tensor):
+            return _shapes(True, ((boundary.shape, boundary.dtype),) if boundary.is_floating_point() else ())
+        return _shapes(True, tuple([(each.shape, each.dtype) for each in boundary if each.is_floating_point()]))
 
     def header(self) -> torch.Tensor:
         """Encode as numbers: tuple or not, how many tensors, and of each the type, the dimensions, the shape.

@@ -283,13 +283,14 @@ class Transfers:
             ShapesDifferError: an activation has other shapes than the first one of its batch, and they may not
                 differ.
         """
-        if message.direction == "F" and not self._shapes_may_differ:
-            self._check(message, boundary)
+        is_known = message.direction == "B" and not self._on_streams  # by the activation
+        shapes = None if is_known else Shapes.of(boundary)
+        if shapes is not None and message.direction == "F" and not self._shapes_may_differ:
+            self._check(message, shapes)
         if self._on_cpu:
-            self._send_from_cpu(message, peer, boundary)
+            self._send_from_cpu(message, peer, boundary, shapes)
             return
-        if message.direction == "F" or self._on_streams:
-            shapes = Shapes.of(boundary)
+        if shapes is not None:
             self._shapes[message.boundary].note(message.micro_batch, None, shapes)
             work, header = self._send_header(message, peer, shapes)
             self._headers.do(functools.partial(wait_holding, work, header, self.ranks[peer]))
@@ -303,11 +304,11 @@ class Transfers:
             departures.add(leaving, leaving.host)
         departures.mark(message)
 
-    def _send_from_cpu(self, message: Message, peer: int, boundary: Boundary) -> None:
+    def _send_from_cpu(self, message: Message, peer: int, boundary: Boundary, shapes: Shapes | None) -> None:
         leaving: list[tuple[Any, torch.Tensor]] = []
-        if message.direction == "F":
+        if shapes is not None:
             basis, known = self._bases[message], self._shapes[message.boundary]
-            shapes, expected = Shapes.of(boundary), known.expected(basis)
+            expected = known.expected(basis)
             known.note(message.micro_batch, basis, shapes)
             if expected is None:
                 leaving.append(self._send_header(message, peer, shapes))
@@ -373,13 +374,12 @@ class Transfers:
             return self._received_from[peer].recv([tensor], self._rank_on_host[peer], DATA_TAG)
         return dist.irecv(tensor, self.ranks[peer], group=self._received_from[peer])
 
-    def _check(self, message: Message, boundary: Boundary) -> None:
+    def _check(self, message: Message, shapes: Shapes) -> None:
         """Refuse an activation of other shapes than the first one of its batch, where they may not differ."""
         known = self._shapes[message.boundary].first
         if known is None:
             return
-        shapes = Shapes.of(boundary)
-        if known != shapes:
+        if known is not shapes and known != shapes:
             raise ShapesDifferError(
                 f"micro-batch {message.micro_batch} crosses cut {message.boundary} with the shapes "
                 f"{[tuple(shape) for shape, _ in shapes.tensors]} and the first one of its batch did with "
