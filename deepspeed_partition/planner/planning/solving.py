@@ -24,6 +24,7 @@ from deepspeed_partition.planner.solvers.step.exact_step import with_exact_step
 from deepspeed_partition.planner.solvers.step.interleaving import MOST_STAGES_PER_DEVICE
 from deepspeed_partition.planner.solvers.step.micro_batch_step import shorter_step, with_buffers
 from deepspeed_partition.planner.solvers.step.split_step import shorter_split_step
+from deepspeed_partition.planner.solvers.step.step_bounds import most_bound_seconds, step_lower_bound
 from deepspeed_partition.planner.solvers.step.step_search import step_engine
 from deepspeed_partition.planner.solvers.step.step_simulator import in_order
 from deepspeed_partition.planner.solvers.step.step_simulator import one_f_one_b as one_f_one_b_orders
@@ -32,10 +33,8 @@ from deepspeed_partition.planner.units import format_bytes
 
 FEW_BUFFERS_SHARE = 0.3
 """The part of the time for steps that decide micro-batch by micro-batch with no more buffers than asked for."""
-REPLAY_SECONDS = 40e-6
+REPLAY_SECONDS = 60e-6
 """Most time of the processor for each forward and each backward of a step from the end of the search on."""
-BOUND_SECONDS = 2e-6
-"""Most time of the processor for the lower bound of a step, for each pair of first and last layer of a stage."""
 LITTLE_SHARE, LEAST_SEARCH_SHARE = 0.02, 0.5
 """Share of the time that a search need not leave, and the least that it has."""
 WHOLE_SHARE = 0.6
@@ -93,12 +92,19 @@ def solve(problem: Problem, solver: Solver) -> Plan:
 
 
 def _deadline_of_search(problem: Problem) -> Deadline:
-    """Return the deadline of the search, which leaves time for the replay of a long step, and for its bound."""
+    """Return the deadline of the search, which leaves time for the replay of a long step, and for its bound.
+
+    The bound is found at once where that may leave half of the time: what it takes depends on the machine, too.
+    """
     deadline, m = problem.deadline, problem.num_micro_batches
     if m is None:
         return deadline
+    of_bound, remaining = most_bound_seconds(problem), deadline.remaining_seconds()
+    if LITTLE_SHARE * remaining < of_bound < (1 - LEAST_SEARCH_SHARE) * remaining:
+        step_lower_bound(problem, contiguous=False)
+        of_bound = 0.0
     num_stages = min(problem.chain.num_layers, MOST_STAGES_PER_DEVICE * problem.platform.num_devices)
-    left = REPLAY_SECONDS * 2 * m * num_stages + BOUND_SECONDS * problem.chain.num_layers**2
+    left = REPLAY_SECONDS * 2 * m * num_stages + of_bound
     share = 1 - left / max(deadline.remaining_seconds(), 1e-9)
     return deadline if share > 1 - LITTLE_SHARE else deadline.part(max(share, LEAST_SEARCH_SHARE))
 

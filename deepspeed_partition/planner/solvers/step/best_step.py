@@ -40,7 +40,7 @@ from deepspeed_partition.planner.solvers.step.recomputing_step import (
     lacks_room,
     wanted_in_flight,
 )
-from deepspeed_partition.planner.solvers.step.step_bounds import step_lower_bound
+from deepspeed_partition.planner.solvers.step.step_bounds import most_bound_seconds, step_lower_bound
 from deepspeed_partition.planner.solvers.step.step_search import StepSearch, step_engine
 from deepspeed_partition.planner.solvers.uniform_recomputation import Uniform, uniform_choices
 
@@ -169,7 +169,7 @@ def _walk_and_polish(problem: Problem, search: StepSearch) -> None:
         return step_lower_bound(search.problem, contiguous=False)
 
     ways: WaysOfStages | None = None
-    if not search.problem.flushes and not problem.deadline.passed():
+    if not search.problem.flushes and problem.deadline.remaining_seconds() > most_bound_seconds(search.problem):
         search.deadline = problem.deadline.part(GROUP_SHARE)
         GroupSearch(search).run(lower_bound)
         search.deadline = problem.deadline.part(WALK_SHARE)
@@ -194,8 +194,8 @@ def _search_recomputing(problem: Problem, searches: Searches, cuts: Cuts | None)
     lacking = [search for search in dict.fromkeys(both) if not search.found or lacks_room(problem, search)]
     modes = ["stage"] if problem.recomputation.mode == "stage" else ["stage", "block"]
     for mode in modes if lacking else ():
-        if searches.every.found and problem.deadline.passed():
-            return  # what follows takes long to begin in long chains
+        if searches.every.found and problem.deadline.remaining_seconds() <= most_bound_seconds(problem):
+            return  # what follows takes as long to begin, which is long in long chains
         # What ``stage`` finds is found first, so that no other mode is slower.
         given = problem
         if mode != problem.recomputation.mode:
@@ -243,6 +243,8 @@ def _adopt(searches: Searches, lacking: Sequence[StepSearch], choice: Uniform) -
     """Take over the steps that are found where everything is recomputed."""
     deadline = searches.every.problem.deadline.part(UNIFORM_SHARE)
     problem = replace(choice.problem, deadline=deadline)
+    if searches.every.found and deadline.remaining_seconds() < most_bound_seconds(problem):
+        return  # the bound alone takes longer
     wanted = [
         search
         for search in lacking

@@ -63,7 +63,14 @@ FEW_DECISIONS = 10
 """Number of decisions with which a good partition is looked for."""
 ROUNDING = 1e-9
 """Relative error that products of bytes and ticks may have."""
+BOUND_SECONDS = 5e-6
+"""Most time of the processor for the bound of any allocation, for each pair of first and last layer of a stage."""
 Integers = NDArray[np.int64]
+
+
+def most_bound_seconds(problem: Problem) -> float:
+    """Return the seconds of the processor that :func:`step_lower_bound` takes at most."""
+    return BOUND_SECONDS * problem.chain.num_layers**2
 
 
 def step_lower_bound(problem: Problem, *, contiguous: bool) -> int:
