@@ -679,6 +679,20 @@ class Tape:
             self._function_called(functools.partial(_apply, cls), given, effects, out)
             return out
 
+        call_script = torch._C.ScriptFunction.__call__
+        call_method = torch._C.ScriptMethod.__call__
+
+        def scripted(function: Any, *args: Any, **kwargs: Any) -> Any:
+            # What is compiled detaches its inputs for a backward of its own, and calls operations one by one.
+            if self._inside or not self._scopes:
+                return call_script(function, *args, **kwargs)
+            return self.function(function, args, kwargs)
+
+        def scripted_method(method: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._inside:
+                self._whole("its code is compiled by TorchScript")
+            return call_method(method, *args, **kwargs)
+
         set_attribute = nn.Module.__setattr__
 
         def set_noted(module: nn.Module, name: str, value: Any) -> None:
@@ -702,6 +716,8 @@ class Tape:
             stack.enter_context(patched(builtins, "range", CountedRange))
             stack.enter_context(patched(nn.Module, "__call__", called))
             stack.enter_context(patched(nn.Module, "__setattr__", set_noted))
+            stack.enter_context(patched(torch._C.ScriptFunction, "__call__", scripted))
+            stack.enter_context(patched(torch._C.ScriptMethod, "__call__", scripted_method))
             if hasattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"):
                 stack.enter_context(
                     patched(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", region)
