@@ -33,6 +33,7 @@ from tests.engine import (
     caught_cases,
     device_cases,
     host_cases,
+    outputs_cases,
     pipelines,
     plans,
     real_layers_cases,
@@ -899,7 +900,7 @@ OF_MAPS = [
     no_more_in_flight_than_planned,
 ]
 CASES = {
-    2: [*CASES_OF_ANY, *device_cases.CASES, *real_layers_cases.CASES],
+    2: [*CASES_OF_ANY, *device_cases.CASES, *real_layers_cases.CASES, *outputs_cases.CASES],
     3: OF_MAPS,
     4: [two_pipelines, *sharded_cases.CASES],
 }

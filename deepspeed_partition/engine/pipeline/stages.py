@@ -414,9 +414,9 @@ class StagesModule(deepspeed.pipe.PipelineModule):
             return self._forward_in_turn(forward_input)
         if self._is_cut_for_halves() and is_plain:
             self.micro_offset += 1
-            return self._layers_in_turn(self._local_start, self._local_stop)(
-                *(forward_input if isinstance(forward_input, tuple) else (forward_input,))
-            )
+            is_tuple = isinstance(forward_input, tuple)
+            run = self._layers_in_turn(self._local_start, self._local_stop, is_tuple=is_tuple)
+            return run(*(forward_input if is_tuple else (forward_input,)))
         if is_replaced or not blocks or not torch.is_grad_enabled():
             with self._checkpoints_where_gradients_begin():
                 outputs = OF_DEEPSPEED.forward(self, forward_input)
@@ -496,12 +496,13 @@ class StagesModule(deepspeed.pipe.PipelineModule):
         ends = sorted({self._local_start, self._local_stop, *(end for block in blocks for end in block)})
         passed = forward_input
         for block in itertools.pairwise(ends):
-            tensors = passed if isinstance(passed, tuple) else (passed,)
-            run = self._layers_in_turn(*block)
+            is_tuple = isinstance(passed, tuple)
+            tensors = passed if is_tuple else (passed,)
+            run = self._layers_in_turn(*block, is_tuple=is_tuple)
             if block in blocks:
                 run = self._watched_at_first(run, *block)
                 versions = [tensor._version for tensor in tensors]
-                passed = checkpoint(run, *tensors)
+                passed = _checkpointed(checkpoint, run, tensors)
                 if versions != [tensor._version for tensor in tensors]:
                     raise RuntimeError(
                         f"layers {block[0]} to {block[1]} change their input in place, and the plan wants them "
@@ -511,8 +512,14 @@ class StagesModule(deepspeed.pipe.PipelineModule):
                 passed = run(*tensors)
         return passed
 
-    def _layers_in_turn(self, first: int, last: int) -> Callable[..., Any]:
-        """What runs these layers of the active stage, now and again, with the same seeds."""
+    def _layers_in_turn(self, first: int, last: int, *, is_tuple: bool) -> Callable[..., Any]:
+        """What runs these layers of the active stage, now and again, with the same seeds.
+
+        Args:
+            first: The first layer.
+            last: The one behind the last layer.
+            is_tuple: Whether the first layer takes a tuple, which may have one tensor; else it takes the tensor.
+        """
         functions = self.forward_funcs[first - self._local_start : last - self._local_start]
         seed = self.base_seed * (self.micro_offset + 1)
         second = self.second_forward
@@ -525,7 +532,7 @@ class StagesModule(deepspeed.pipe.PipelineModule):
             again, first_state = first_state, first_state or drawn_state(functions)
             if second is not None:
                 second.save(is_first=again is None)
-            passed = tensors[0] if len(tensors) == 1 else tensors
+            passed = tensors if is_tuple else tensors[0]
             with nullcontext() if again is None else _as_at_first(functions, again):
                 for self.curr_layer, function in enumerate(functions, first):
                     if self.seed_layers:
@@ -646,6 +653,20 @@ def _layers_of(run: Callable[..., Any]) -> tuple[int, int] | None:
     if not {"start", "end"} <= variables.keys():
         return None
     return variables["start"].cell_contents, variables["end"].cell_contents
+
+
+def _checkpointed(checkpoint: Callable[..., Any], run: Callable[..., Any], tensors: Sequence[Any]) -> Any:
+    """What a checkpoint of ``run`` returns; a tuple of one tensor stays one, which DeepSpeed's takes apart."""
+    is_tuple = False
+
+    def noted(*given: Any) -> Any:
+        nonlocal is_tuple
+        outputs = run(*given)
+        is_tuple = isinstance(outputs, tuple)
+        return outputs
+
+    outputs = checkpoint(noted, *tensors)
+    return (outputs,) if is_tuple and not isinstance(outputs, tuple) else outputs
 
 
 def _in_same_autocast(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,75 @@
+"""Cases: outputs of layers whose form or memory is not that of a plain tensor of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
+
+from deepspeed_partition import Plan
+from tests.engine import plans
+from tests.engine.pipelines import WIDTH, loss_fn, train_alone
+from tests.engine.running import (
+    NUM_MICRO_BATCHES,
+    adam,
+    batches,
+    divides_backwards,
+    recomputes_on_a_cpu,
+    same,
+    start,
+    train,
+)
+
+# Tuples of one tensor
+
+
+class One(nn.Module):
+    """A layer as in Hugging Face's models, which returns a tuple though it has one output."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, out)
+
+    def forward(self, given: tuple[Tensor]) -> tuple[Tensor]:
+        (x,) = given
+        return (torch.tanh(self.linear(x)),)
+
+
+def loss_of_first(outputs: tuple[Tensor], labels: Tensor) -> Tensor:
+    (logits,) = outputs
+    return loss_fn(logits, labels)
+
+
+def plan_of(cuts: list[int], devices: tuple[int, ...], orders: Any = None, **more: Any) -> Plan:
+    orders = orders or plans.depth_first(devices, NUM_MICRO_BATCHES, 3)
+    return plans.plan_of(plans.chain_of(cuts[-1]), plans.platform_of(2), cuts, devices, orders=orders, **more)
+
+
+def tuples_of_one_tensor(_: Path) -> None:
+    """They stay tuples where layers run again, or in halves: ``t[0]`` was the first sample of the micro-batch."""
+    if not recomputes_on_a_cpu():
+        return
+    specs = [LayerSpec(One, 8, WIDTH), *(LayerSpec(One, WIDTH, WIDTH) for _ in range(6)), LayerSpec(One, WIDTH, 4)]
+    data = [[((x,), y) for x, y in batch] for batch in batches(2)]
+    expected = train_alone(specs, data, adam, loss_fn=loss_of_first)
+    cuts, devices = [0, 4, 8], (0, 1)
+    orders = plans.depth_first(devices, NUM_MICRO_BATCHES, 3)
+    found = [
+        plan_of(cuts, devices, recomputed={0: [(0, 2)], 1: [(5, 7)]}),
+        plan_of(cuts, devices, recomputed={0: True, 1: True}),
+        plan_of(cuts, devices, plans.some_recomputed(orders, 1)),
+    ]
+    if divides_backwards():
+        halves = plans.some_in_halves(orders, 2, share=0.75)
+        found += [plan_of(cuts, devices, halves)]
+        found += [plan_of(cuts, devices, halves, recomputed={0: [(1, 3)], 1: True})]
+    for plan in found:
+        engine, _, _ = start(specs, None, num_stages=2, plan=plan, optimizer=adam, loss_fn=loss_of_first)
+        same(train(engine, data), expected)
+
+
+CASES: tuple[Callable[[Path], None], ...] = (tuples_of_one_tensor,)
