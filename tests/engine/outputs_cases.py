@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 from deepspeed_partition import Plan
 from tests.engine import plans
+from tests.engine.pipelines import MICRO_BATCH_SIZE as NUM_SAMPLES
 from tests.engine.pipelines import WIDTH, loss_fn, train_alone
 from tests.engine.running import (
     NUM_MICRO_BATCHES,
     adam,
     batches,
     divides_backwards,
+    mine,
     recomputes_on_a_cpu,
     same,
     start,
@@ -72,4 +74,49 @@ def tuples_of_one_tensor(_: Path) -> None:
         same(train(engine, data), expected)
 
 
-CASES: tuple[Callable[[Path], None], ...] = (tuples_of_one_tensor,)
+# Memory that a layer keeps
+
+
+class Keeping(nn.Module):
+    """Returns memory of its own, which its next forward writes: a buffer, a part of one, and attributes."""
+
+    def __init__(self, num_rows: int = 1) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mask", torch.zeros(NUM_SAMPLES, WIDTH))
+        self.register_buffer("codes", torch.zeros(2 + num_rows, WIDTH))
+        self.is_large, self.numbers = torch.zeros(NUM_SAMPLES, dtype=torch.bool), {"of": torch.arange(NUM_SAMPLES)}
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        given = x.detach()
+        self.mask.copy_(given > 0)
+        self.codes[1:] = given.mean(0)
+        torch.gt(given.sum(1), 0, out=self.is_large)
+        self.numbers["of"].copy_((given.amax(1) * 100).long())
+        return self.linear(x), self.mask, self.codes[1:], self.is_large, self.numbers["of"]
+
+
+class Using(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, given: tuple[Tensor, ...]) -> Tensor:
+        x, mask, codes, is_large, numbers = given
+        return self.linear(x * mask + codes.mean(0)) * (1 + is_large[:, None]) + numbers[:, None] / 100
+
+
+def outputs_that_their_layer_writes_again(_: Path) -> None:
+    """A stage gets what its micro-batch has made, however many the stage before has run meanwhile."""
+    first, last = LayerSpec(nn.Linear, 8, WIDTH), LayerSpec(nn.Linear, WIDTH, 4)
+    for num_rows, devices, cuts in ((1, (0, 0, 1), [0, 2, 3, 4]), (2**17, (0, 1), [0, 2, 4])):
+        specs = [first, LayerSpec(Keeping, num_rows), LayerSpec(Using), last]
+        data = batches(2)
+        expected = train_alone(specs, data, adam)
+        plan = plan_of(cuts, devices, plans.gpipe(devices, NUM_MICRO_BATCHES))
+        engine, _, _ = start(specs, None, num_stages=2, plan=plan, optimizer=adam)
+        same(train(engine, data), expected)
+        engine.eval_batch(mine(engine, data))
+
+
+CASES: tuple[Callable[[Path], None], ...] = (tuples_of_one_tensor, outputs_that_their_layer_writes_again)

@@ -90,12 +90,16 @@ def each_once(boundary: Boundary) -> Sequence[torch.Tensor]:
 
 
 def detached(boundary: Boundary) -> Boundary:
-    """The tensors of a boundary without their graph; one that stands at two places is one again."""
+    """The tensors of a boundary without their graph; one that stands at two places is one again.
+
+    Of one that has no graph a copy: a layer may keep it, as a buffer or a part of one, and write it again in its
+    next forward, before the tensor has left or the next stage has read it.
+    """
     if isinstance(boundary, torch.Tensor):
-        return boundary.detach()
+        return boundary.detach().clone() if boundary.is_leaf else boundary.detach()
     if not has_twice(boundary):
-        return tuple([tensor.detach() for tensor in boundary])
-    without = {id(tensor): tensor.detach() for tensor in boundary}
+        return tuple([tensor.detach().clone() if tensor.is_leaf else tensor.detach() for tensor in boundary])
+    without = {id(tensor): tensor.detach().clone() if tensor.is_leaf else tensor.detach() for tensor in boundary}
     return tuple([without[id(tensor)] for tensor in boundary])
 
 
