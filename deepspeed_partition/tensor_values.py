@@ -29,6 +29,11 @@ def has_memory(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How often a tensor was changed in place; None of one that inference mode has made, which is not counted."""
+    return None if tensor.is_inference() else tensor._version
+
+
 def put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Give a tensor values, and their shape, which it may have lost: observers of quantization grow at first data.
 

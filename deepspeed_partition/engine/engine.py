@@ -196,6 +196,8 @@ class MadPipeEngine(ResumingEngine):
         self._pending = PendingPlan(self)
         if options is not None:  # of another host, whose steps have ranks of their own
             self.watches_programs = self.knows_micro_batch_size = False
+        self._before_step: BeforeStep | None = None
+        """This rank as it was before the step that is under way."""
         self._layer_buffers: Buffers | None = None
         self._weights_of_forward: WeightsOfForward | None = None
         self._attributes_of_forward: AttributesOfForward | None = None
@@ -540,7 +542,16 @@ class MadPipeEngine(ResumingEngine):
         self._cut_off = None
 
     def _why_not_begin(self) -> Exception | None:
-        return super()._why_not_begin() or self._without_gradient()
+        return self._why_not_noted() or super()._why_not_begin() or self._without_gradient()
+
+    def _why_not_noted(self) -> Exception | None:
+        """Note what this rank is before a training step that drains; return what has kept it from that."""
+        if self._in_step and not self._goes_on:
+            try:
+                self._before_step = BeforeStep(self)
+            except Exception as error:  # of a buffer, say, that cannot be copied; every rank must hear of it
+                return error
+        return None
 
     def _without_gradient(self) -> Exception | None:
         """What keeps this rank from training weights that were frozen when layers were found in a model."""
@@ -766,7 +777,6 @@ class MadPipeEngine(ResumingEngine):
         self._lockstep.check_that_it_goes_on()
         self.reset_activation_shape()
         is_endless = self._begins_endless()
-        before = BeforeStep(self) if self.runs_lists and not is_endless else None
         self._in_step, self._goes_on = True, is_endless
         if is_endless:
             self._weights_are_read_no_more()
@@ -775,11 +785,11 @@ class MadPipeEngine(ResumingEngine):
                 return super().train_batch(data_iter)
         except Exception as error:  # such as the end of the data, after which another batch can be trained on
             self.timers(TRAIN_BATCH_TIMER).reset()  # DeepSpeed would not start it again
-            if before is not None and is_raised_by_all(error):
-                before.restore()
+            if self._before_step is not None and is_raised_by_all(error):
+                self._before_step.restore()
             raise
         finally:
-            self._in_step = self._goes_on = False
+            self._before_step, self._in_step, self._goes_on = None, False, False
             if self._endless is not None and self._endless.is_under_way and not self.module.has_told_old_weights:
                 self.module.has_old_weights = self.weight_versions
                 if self.watches_reads:

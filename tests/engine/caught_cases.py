@@ -9,7 +9,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +21,7 @@ from torch import nn
 
 from deepspeed_partition.engine import MadPipeEngine
 from deepspeed_partition.engine.pipeline.batch_attempt import RaisedElsewhere
+from deepspeed_partition.engine.pipeline.before_step import Buffers
 from deepspeed_partition.engine.pipeline.beside_layers import HandedOverError
 from deepspeed_partition.engine.runtime import environment
 from deepspeed_partition.engine.runtime.collectives import gather_objects
@@ -511,6 +512,23 @@ def layers_that_hand_over_beside_their_outputs(_: Path) -> None:
         assert all(gather_objects(True))
 
 
+def what_keeps_a_rank_from_a_step_is_raised_by_all(_: Path) -> None:
+    """What could not be noted before a step ended one rank alone, and the others waited for it."""
+    data, wanted = batches(2), batches(3)
+    expected = train_alone(mlp(), [wanted[0], wanted[2]], two_groups)
+    for rank in range(dist.get_world_size()):
+        engine, _, _ = start(mlp(), cut(), optimizer=two_groups)
+        losses = train(engine, wanted[:1])
+        fails = patch.object(Buffers, "before_step", raises) if dist.get_rank() == rank else nullcontext()
+        with fails, all_raise(EnoughError, rank, ("buffers", 7)):
+            engine.train_batch(mine(engine, data[1:]))
+        same([*losses, *train(engine, wanted[2:])], expected)
+
+
+def raises(*_: Any, **__: Any) -> Any:
+    raise EnoughError("buffers", 7)
+
+
 OF_MAPS = [
     a_step_that_was_caught_never_happened, tied_layers_and_bf16_after_an_error, random_numbers_after_an_error,
     what_layers_keep_after_an_error,
@@ -520,7 +538,7 @@ OF_MAPS = [
 CASES = {
     2: [
         *OF_MAPS, an_error_in_the_warm_up, weights_that_layers_set_in_the_step_with_the_error,
-        layers_that_hand_over_beside_their_outputs,
+        layers_that_hand_over_beside_their_outputs, what_keeps_a_rank_from_a_step_is_raised_by_all,
     ],
     3: OF_MAPS[:1],
     4: [replicas_give_up_together, an_error_in_the_warm_up],

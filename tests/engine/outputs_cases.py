@@ -119,4 +119,49 @@ def outputs_that_their_layer_writes_again(_: Path) -> None:
         engine.eval_batch(mine(engine, data))
 
 
-CASES: tuple[Callable[[Path], None], ...] = (tuples_of_one_tensor, outputs_that_their_layer_writes_again)
+class Positions(nn.Module):
+    """Makes its table of positions when it first runs, which may be in inference mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", None)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.table is None:
+            self.table = torch.linspace(0, 1, WIDTH)
+        return x, self.table
+
+
+class Placed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> Tensor:
+        x, table = given
+        return torch.tanh(self.linear(x) + table)
+
+
+def a_table_that_an_evaluation_makes(_: Path) -> None:
+    """A buffer made in inference mode has no count of changes: the first step after the evaluation ended."""
+    specs = [
+        LayerSpec(nn.Linear, 8, WIDTH),
+        LayerSpec(Positions),
+        LayerSpec(Placed),
+        LayerSpec(nn.Linear, WIDTH, 4),
+    ]
+    data = batches(2)
+    expected = train_alone(specs, data, adam)
+    plans_of_cuts = [plan_of([0, 2, 4], (0, 1))]
+    if recomputes_on_a_cpu():
+        plans_of_cuts.append(plan_of([0, 3, 4], (0, 1), recomputed={0: [(1, 2), (2, 3)]}))
+    for plan in plans_of_cuts:
+        engine, _, _ = start(specs, None, num_stages=2, plan=plan, optimizer=adam)
+        with torch.inference_mode():
+            engine.eval_batch(mine(engine, data))
+        same(train(engine, data), expected)
+
+
+CASES: tuple[Callable[[Path], None], ...] = (
+    tuples_of_one_tensor, outputs_that_their_layer_writes_again, a_table_that_an_evaluation_makes,
+)  # fmt: skip

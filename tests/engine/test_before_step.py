@@ -37,6 +37,22 @@ def test_buffers_of_scripted_modules_are_put_back() -> None:
     assert net[1].running_mean.tolist() == [0, 0]
 
 
+def test_buffers_made_in_inference_mode_are_put_back() -> None:
+    """A table that grew in an evaluation has no count of changes: the next step ended, on one rank alone."""
+    net = nn.Linear(2, 2)
+    with torch.inference_mode():
+        net.register_buffer("small", torch.zeros(2))
+        net.register_buffer("large", torch.zeros(2**19))
+    buffers = Buffers(net)
+    for all_of_them in (False, True):
+        restore = buffers.before_step(all_of_them=all_of_them)
+        with torch.inference_mode():
+            net.small.fill_(3)
+            net.large.fill_(3 * all_of_them)
+        restore()
+        assert net.small.tolist() == [0, 0] and not net.large.any()
+
+
 def test_a_list_for_each_group_goes_with_its_group_where_groups_have_the_same_shapes() -> None:
     """Slow weights of a second block went along with the first one's, and were lost where that left."""
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)

@@ -14,7 +14,7 @@ from deepspeed_partition.engine.runtime.environment import warn_here
 from deepspeed_partition.engine.runtime.random_state import random_state
 from deepspeed_partition.kept_weights import WRITTEN, WeightPlace, places_of
 from deepspeed_partition.profiling.attributes import Place
-from deepspeed_partition.tensor_values import is_computed, put_back
+from deepspeed_partition.tensor_values import is_computed, put_back, version_of
 
 if TYPE_CHECKING:
     from deepspeed_partition.engine.engine import MadPipeEngine
@@ -42,7 +42,7 @@ class Buffers:
         """Large buffers that a step has changed, by ``id``."""
         self._copied: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
-        self._versions: dict[int, int] = {}
+        self._versions: dict[int, int | None] = {}
 
     def before_step(self, *, all_of_them: bool) -> Callable[..., None]:
         """Copy the buffers; return a function that puts them back, but for some places.
@@ -64,7 +64,7 @@ class Buffers:
         with torch.no_grad():
             if copied:
                 torch._foreach_copy_(self._copies, [buffer.detach() for buffer in copied])
-        versions = self._versions = {id(buffer): buffer._version for buffer in buffers}
+        versions = self._versions = {id(buffer): version_of(buffer) for buffer in buffers}
         copies = dict(zip(map(id, copied), self._copies, strict=True))
 
         def restore(spared: Collection[Place] = ()) -> None:
@@ -78,7 +78,7 @@ class Buffers:
                         continue
                     if id(buffer) in copies:
                         put_back(buffer, copies[id(buffer)])
-                    elif buffer._version != versions[id(buffer)]:
+                    elif version_of(buffer) != versions[id(buffer)]:
                         warn_here(
                             f"the step that was given up has changed the buffer {name}.{key}, which no step had "
                             "changed before: the buffer keeps that change"
@@ -89,7 +89,8 @@ class Buffers:
     def _is_copied(self, buffer: torch.Tensor) -> bool:
         if buffer.numel() * buffer.element_size() <= SMALL_BYTES or id(buffer) in self._changing:
             return True
-        if self._versions.get(id(buffer), buffer._version) != buffer._version:
+        version = version_of(buffer)
+        if self._versions.get(id(buffer), version) != version:
             self._changing.add(id(buffer))
         return id(buffer) in self._changing
 

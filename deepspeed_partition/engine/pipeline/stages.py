@@ -48,7 +48,7 @@ from deepspeed_partition.layer_calls import unpacking
 from deepspeed_partition.planner.allocation import Allocation, Stage
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.profiling.backward_halves import Halves
-from deepspeed_partition.tensor_values import put_back
+from deepspeed_partition.tensor_values import put_back, version_of
 
 OF_DEEPSPEED: Any = deepspeed.pipe.PipelineModule
 Within: TypeAlias = Callable[[int, Callable[[], Any]], Any]
@@ -501,9 +501,9 @@ class StagesModule(deepspeed.pipe.PipelineModule):
             run = self._layers_in_turn(*block, is_tuple=is_tuple)
             if block in blocks:
                 run = self._watched_at_first(run, *block)
-                versions = [tensor._version for tensor in tensors]
+                versions = [version_of(tensor) for tensor in tensors]
                 passed = _checkpointed(checkpoint, run, tensors)
-                if versions != [tensor._version for tensor in tensors]:
+                if versions != [version_of(tensor) for tensor in tensors]:
                     raise RuntimeError(
                         f"layers {block[0]} to {block[1]} change their input in place, and the plan wants them "
                         "run again from it: build that layer without inplace=True, or plan without recomputation"
