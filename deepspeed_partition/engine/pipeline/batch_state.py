@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -129,10 +130,6 @@ class BegunWhenRead:
         return next(self._iterator)
 
 
-MOST_ITERATORS = 4
-"""Iterators of a program that trains on several in turn, of which it is known where a rank stands in them."""
-
-
 class Backlog(NamedTuple):
     """Micro-batches that a rank which reads no data has not taken from an iterator of the program."""
 
@@ -151,11 +148,18 @@ class PutBack(NamedTuple):
     """What reading behind them was answered with."""
 
 
-def _reference(iterator: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(iterator)
-    except TypeError:  # such as that of a list
-        return lambda: iterator
+class _Held:
+    """Holds an iterator without weak references, such as that of a list, while the program has it, too."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = iterator
+
+    def __call__(self) -> Any:
+        return self._iterator if sys.getrefcount(self._iterator) > _OWN_REFERENCES else None
+
+
+_OWN_REFERENCES = 2
+"""References to an iterator that the program has dropped: that of :class:`_Held`, and that of the question."""
 
 
 def _as_it_is(_: int, drawn: Any) -> Any:
@@ -258,10 +262,10 @@ class BatchData:
             error: what reading behind them was answered with; it will be again. None: nothing.
         """
         source = source_of(self._iterator())
-        others = [each for each in self._put_back if each.iterator() not in (None, source)]
-        put_back = PutBack(_reference(source), deque(items), error)
+        others = [each for each in self._put_back if not (each.iterator() is None or each.iterator() is source)]
+        put_back = PutBack(self._reference(source), deque(items), error)
         new = [put_back] if put_back.items or error is not None else []
-        self._put_back = (*new, *others)[:MOST_ITERATORS]
+        self._put_back = (*new, *others)
 
     def _read_next(self) -> Any:
         source = source_of(self._iterator())
@@ -298,14 +302,22 @@ class BatchData:
     def _note_behind(self, num_micro_batches: int) -> None:
         source = source_of(self._iterator())
         others = [each for each in self.backlogs if not (each.iterator() is None or each.iterator() is source)]
-        noted = [Backlog(_reference(source), num_micro_batches)] if num_micro_batches else []
-        self.backlogs = (*noted, *others)[:MOST_ITERATORS]
+        noted = [Backlog(self._reference(source), num_micro_batches)] if num_micro_batches else []
+        self.backlogs = (*noted, *others)
+
+    def _reference(self, iterator: Any) -> Callable[[], Any]:
+        """Return what returns an iterator, and None once the program has dropped it."""
+        try:
+            return weakref.ref(iterator)
+        except TypeError:
+            known = [*(each.iterator for each in self.backlogs), *(each.iterator for each in self._put_back)]
+            return next((each for each in known if each() is iterator), None) or _Held(iterator)
 
     def give_again(self, taken: Iterable[Any], iterator: Any) -> GivenAgain:
         """The iterator, which gives first what was taken from it, in whichever step this rank reads it next."""
         given = GivenAgain(taken, iterator)
         others = [each for each in self._given_again if each.left and each.source is not given.source]
-        self._given_again = (given, *others)[:MOST_ITERATORS]
+        self._given_again = (given, *others)
         return given
 
     def as_left(self, iterator: Any) -> Any:
