@@ -1,6 +1,8 @@
 """What the ranks of one host agree on over sockets: here ranks are threads."""
 
 import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -87,3 +89,33 @@ def test_a_rank_that_does_not_come_is_named_after_a_while():
     assert str(error) == "rank 1 has not come to an agreement of all ranks within 0.05 s"
     for rank in ranks:
         rank.close()
+
+
+OF_A_JOB = """
+import sys
+from datetime import timedelta
+import deepspeed, torch
+import torch.distributed as dist
+from deepspeed_partition.engine.pipeline.meetings import Meetings
+from deepspeed_partition.engine.runtime import collectives
+from deepspeed_partition.engine.runtime.transfers import Transfers
+
+dist.init_process_group(
+    "gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1, timeout=timedelta(minutes=int(sys.argv[2]))
+)
+own, meetings = collectives.own_groups(), Meetings([[0]], 0)
+transfers = Transfers([[0]], [0], torch.device("cpu"))
+groups = own.objects, own.tensors, meetings._group, meetings._sums, meetings._lasts, *transfers._groups
+assert len(transfers._groups) == 2
+seconds = {each._get_backend(torch.device("cpu")).options._timeout.total_seconds() for each in groups}
+print(*seconds, collectives._agreements[dist.group.WORLD]._timeout_seconds)
+"""
+
+
+@pytest.mark.parametrize(("minutes", "expected"), [(180, 180), (5, 30)])
+def test_ranks_wait_as_long_as_the_job_allows(minutes, expected, tmp_path):
+    """Others gave up after 30 minutes where a first batch took longer, though the program allowed hours."""
+    command = [sys.executable, "-c", OF_A_JOB, str(tmp_path / "store"), str(minutes)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-2:] == [str(60.0 * expected)] * 2, done.stdout

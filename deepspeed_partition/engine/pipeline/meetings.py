@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_partition.engine.runtime import accelerator
+from deepspeed_partition.engine.runtime.agreements import job_timeout
 from deepspeed_partition.engine.runtime.departures import wait
 
 LOSS_TAG = 7
@@ -42,11 +43,12 @@ class Meetings:
     """
 
     def __init__(self, pipelines: Sequence[Sequence[int]], last: int) -> None:
-        me = dist.get_rank()
+        me, waits = dist.get_rank(), job_timeout()
         with accelerator.no_splitting():
-            self._group = dist.new_group(backend="gloo")
-            self._sums = dist.new_group(backend="gloo")
-            self._lasts = dist.new_group([ranks[last] for ranks in pipelines], backend="gloo")
+            self._group = dist.new_group(backend="gloo", timeout=waits)
+            self._sums = dist.new_group(backend="gloo", timeout=waits)
+            lasts = [ranks[last] for ranks in pipelines]
+            self._lasts = dist.new_group(lasts, backend="gloo", timeout=waits)
         self.num_pipelines = len(pipelines)
         [mine] = [ranks for ranks in pipelines if me in ranks]
         self._source = mine[last]

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_partition.engine.pipeline.parts import loss_part_of
+from deepspeed_partition.engine.runtime.agreements import job_timeout
 from deepspeed_partition.engine.runtime.collectives import broadcast_object
 from deepspeed_partition.engine.runtime.worker_thread import Helper
 from deepspeed_partition.schedule.instructions import Compute, Instruction
@@ -429,5 +430,6 @@ def weights_of(module: Any, stage: int) -> list[torch.nn.Parameter]:
 
 def _own_group(pipelines: Sequence[Sequence[int]], device: int) -> Any:
     """Return a group of the ranks that run the same stages as this one. Collective over all ranks."""
-    groups = [dist.new_group([ranks[each] for ranks in pipelines]) for each in range(len(pipelines[0]))]
+    of_devices, waits = zip(*pipelines, strict=True), job_timeout()
+    groups = [dist.new_group(list(ranks), timeout=waits) for ranks in of_devices]
     return groups[device]

@@ -13,6 +13,7 @@ import socket
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -132,16 +133,21 @@ def no_splitting() -> Iterator[None]:
         default.bound_device_id = device
 
 
-def group_options() -> Any:
+def group_options(timeout: timedelta | None = None) -> Any:
     """Options for a process group that carries messages between two ranks: its stream is of high priority.
 
     Streams are given out in turns, 32 of each priority, and two communicators on one stream would wait for each
     other. Those of high priority nobody else asks for, so as many directions as that can never share one.
+
+    Args:
+        timeout: that of the group; None: of its backend.
     """
     if get_accelerator().device_name() != "cuda" or "nccl" not in dist.get_backend():
         return None
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
+    if timeout is not None:
+        options._timeout = timeout  # or torch warns that the two differ
     return options
 
 

@@ -18,6 +18,7 @@ import struct
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -118,6 +119,23 @@ def _received(connection: socket.socket, num_bytes: int) -> bytes:
     return data
 
 
+def job_timeout() -> timedelta | None:
+    """Return how long the job lets its ranks wait for each other, where that is longer than torch's 30 minutes.
+
+    A program says it where it begins (``deepspeed.init_distributed(timeout=...)``), and its groups made later do
+    not take it over. None: torch's own, which is another one for each backend.
+    """
+    job = dist.group.WORLD
+    assert job is not None, "a process group is initialized"
+    said = default_pg_timeout
+    for device in job._device_types:
+        with suppress(
+            RuntimeError, AttributeError
+        ):  # a device without a backend; an older torch, which says nothing
+            said = max(said, job._get_backend(device).options._timeout)
+    return said if said > default_pg_timeout else None
+
+
 def connected(group: dist.ProcessGroup) -> Agreement | None:
     """Return the sockets of this rank, if all ranks of a group are on one host; else None. Collective over it.
 
@@ -148,6 +166,7 @@ def connected(group: dist.ProcessGroup) -> Agreement | None:
             for distance, outgoing in zip(distances, ways, strict=True)
             if outgoing is not None
         ],
+        (job_timeout() or default_pg_timeout).total_seconds(),
     )
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_partition.engine.runtime import accelerator, host_staging
-from deepspeed_partition.engine.runtime.agreements import Agreement, connected
+from deepspeed_partition.engine.runtime.agreements import Agreement, connected, job_timeout
 from deepspeed_partition.engine.runtime.first_failure import met_by_all
 from deepspeed_partition.tensor_values import bytes_view
 
@@ -45,8 +45,8 @@ def own_groups() -> OwnGroups:
     assert default is not None, "a process group is initialized"
     if default not in _groups_beside:
         with accelerator.no_splitting():
-            objects = dist.new_group(backend="gloo")
-        tensors = objects if dist.get_backend() == "gloo" else dist.new_group()
+            objects = dist.new_group(backend="gloo", timeout=job_timeout())
+        tensors = objects if dist.get_backend() == "gloo" else dist.new_group(timeout=job_timeout())
         _groups_beside[default] = OwnGroups(objects, tensors)
         agreement = _agreements[default] = connected(objects)
         if agreement is not None:

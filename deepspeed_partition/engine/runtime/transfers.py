@@ -41,6 +41,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_partition.engine.runtime import accelerator, host_staging
+from deepspeed_partition.engine.runtime.agreements import job_timeout
 from deepspeed_partition.engine.runtime.autograd_boundary import Boundary, each_once, tensors_of
 from deepspeed_partition.engine.runtime.boundary_shapes import (
     HEADER_SIZE,
@@ -144,10 +145,10 @@ class Transfers:
         self._on_cpu = device.type == "cpu" and not self._on_streams
         pairs = {pair for pair in itertools.pairwise(device_of_stage) if pair[0] != pair[1]}
         directions = sorted(pairs | {(after, before) for before, after in pairs})
-        me = dist.get_rank()
+        me, waits = dist.get_rank(), job_timeout()
         for ranks in pipelines:
             with accelerator.no_splitting():
-                on_host = dist.new_group(list(ranks), backend="gloo")
+                on_host = dist.new_group(list(ranks), backend="gloo", timeout=waits)
             if me in ranks:
                 self.ranks, self.cpu_group = list(ranks), on_host
                 self._rank_on_host = {
@@ -155,7 +156,9 @@ class Transfers:
                 }
                 self._groups.append(on_host)
             # Each rank of the job makes the groups of all pipelines.
-            to_earlier = dist.new_group(list(ranks), backend="gloo") if self._on_cpu else on_host
+            to_earlier = on_host
+            if self._on_cpu:
+                to_earlier = dist.new_group(list(ranks), backend="gloo", timeout=waits)
             if me in ranks and self._on_cpu:
                 self._groups.append(to_earlier)
                 mine = self.ranks.index(me)
@@ -163,7 +166,8 @@ class Transfers:
                 self._sent_to = {other: way for (one, other), way in ways.items() if one == mine}
                 self._received_from = {one: way for (one, other), way in ways.items() if other == mine}
             for source, destination in () if self._on_cpu else directions:
-                group = dist.new_group([ranks[source], ranks[destination]], pg_options=accelerator.group_options())
+                options, both = accelerator.group_options(waits), [ranks[source], ranks[destination]]
+                group = dist.new_group(both, timeout=waits, pg_options=options)
                 # NCCL connects when a group first sends, and both ranks wait there: now, when all go through
                 # the groups in one order, and not in the middle of a step.
                 token = torch.zeros(1, device="cpu" if self.through_host else device)
