@@ -862,6 +862,23 @@ def two_pipelines(_: Path) -> None:
                     same(train(engine, data), expected)
 
 
+def additional_losses_of_a_module_object(_: Path) -> None:
+    """A function that a script sets on the module was asked in half precision alone."""
+    devices, cuts = maps()[0]
+    engine, _, _ = begin(mlp(), plan_for(devices, cuts))
+    engine.module.get_additional_losses = lambda: {"another": torch.tensor(1.0)}
+    train(engine, batches(1))
+    assert float(engine.get_additional_losses()["another"]) == 1.0
+
+
+def data_without_labels_where_no_loss_is(_: Path) -> None:
+    """The first stage read labels that its rank has no need of, in fp32 alone."""
+    data = batches(2)
+    engine, _, _ = begin(mlp(), plan_for((0, 1), [0, 3, 8]))
+    items = Counted([(x,) if engine.is_first_stage() else (x, y) for batch in data for x, y in batch])
+    same([float(engine.train_batch(items)) for _ in data], train_alone(mlp(), data, adam))
+
+
 CASES_OF_ANY = [
     every_map_equals_one_process,
     random_maps_equal_one_process,
@@ -890,6 +907,8 @@ CASES_OF_ANY = [
     no_more_in_flight_than_planned,
     what_is_refused,
     what_else_deepspeeds_engine_does,
+    additional_losses_of_a_module_object,
+    data_without_labels_where_no_loss_is,
 ]
 OF_MAPS = [
     every_map_equals_one_process,

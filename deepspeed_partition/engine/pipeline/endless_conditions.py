@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from deepspeed_partition.engine.pipeline.held_weights import CAN_KEEP_COUNTS, new_flat_buffers
 from deepspeed_partition.engine.pipeline.parts import all_that_moves
+from deepspeed_partition.engine.pipeline.plain_passes import has_additional_losses
 from deepspeed_partition.engine.pipeline.shared_weights import listed
 from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.planner.errors import PlanMismatchError
@@ -151,6 +151,6 @@ def why_not_endless(engine: Any) -> str | None:
             "'2bw' clips by the norm of all stages, for which updates come later, and ZeRO-1 has room for the "
             "reduced gradients of one batch: set gradient_clipping to 0, or use bf16 without ZeRO or 'stashing'"
         )
-    if type(module).get_additional_losses is not PipelineModule.get_additional_losses:
+    if has_additional_losses(module):
         return "get_additional_losses() is of the batches that the last stage has run, which are several"
     return None

@@ -111,6 +111,12 @@ def _has_deepspeeds_hooks_alone(module: Any) -> bool:
     )  # fmt: skip
 
 
+def has_additional_losses(module: Any) -> bool:
+    """Return whether a module tells losses besides that of a batch, by its class or by a function set on it."""
+    of_class = type(module).get_additional_losses
+    return of_class is not PipelineModule.get_additional_losses or "get_additional_losses" in vars(module)
+
+
 class PlainPasses:
     """The passes of one engine.
 
@@ -163,7 +169,7 @@ class PlainPasses:
                 or config._is_compiled_autograd_enabled or config.enable_backward_allreduce or config.zenflow
                 or config.is_pipe_partitioned or config.is_grad_partitioned
                 or config.random_ltd_enabled() or config.fp16_auto_cast()
-                or type(engine.module).get_additional_losses is not PipelineModule.get_additional_losses
+                or has_additional_losses(engine.module)
                 or not _walks_as_torch(cast(Hashable, type(engine.module)))
             )
         )  # fmt: skip
@@ -190,8 +196,8 @@ class PlainPasses:
             is_copy: whether inputs without a gradient are copies already, which nobody else has.
         """
         engine: Any = self._engine
-        inputs, labels = micro_batch[0], micro_batch[1]
         if is_first:
+            inputs = micro_batch[0]
             if not isinstance(inputs, torch.Tensor):
                 assert isinstance(inputs, tuple | list)
             whole = isinstance(inputs, torch.Tensor)
@@ -200,6 +206,7 @@ class PlainPasses:
             own = tuple([self._copied(each, is_copy) for each in given])
             engine.pipe_buffers["inputs"][slot] = own[0] if whole else own
         if is_last:
+            labels = micro_batch[1]
             if isinstance(labels, torch.Tensor):
                 labels = labels if labels.device == engine.device else labels.to(engine.device)
             elif isinstance(labels, tuple | list):
