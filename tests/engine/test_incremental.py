@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_partition.engine.incremental import profile_incrementally, profiler
-from deepspeed_partition.engine.incremental.profiler import Setup, Trained, collected, steps_of, train
+from deepspeed_partition.engine.incremental.profiler import FIRST_STEP, Setup, Trained, collected, steps_of, train
 from deepspeed_partition.engine.incremental.runs import Run, ShortageError, runs_of
 from deepspeed_partition.planner.mcap_profile import McapProfile
 from tests.engine.incremental_models import LINEAR
@@ -129,6 +129,24 @@ def test_statistics_of_real_training():
         # Of the gradients that come to others there is one at a time.
         lower = expected - weights if layer > 4 else expected
         assert layer == 0 or lower - activations < profile.added_bytes[layer] < expected + activations
+
+
+def test_stand_ins_in_half_precision():
+    """The layers behind them are in bf16, and they gave the fp32 of layers that no engine has."""
+    setup = Setup(factory=f"{MODELS}:words", micro_batch_size=8, config={"bf16": {"enabled": True}})
+    cut = (0, 1, 2, 3, 5)
+    runs = [Run(cut, frozenset({stage}), others_stand_in=True) for stage in ((1, 2), (3, 5))]
+    assert len(train(setup, runs, [FIRST_STEP]).peaks) == len(runs)
+
+
+def test_options_of_the_training_run_stay_with_it():
+    """``weight_versions`` ended the profiling runs, and each of them wrote to the monitors of the training run."""
+    monitors = ("tensorboard", "wandb", "csv_monitor", "comet")
+    pipeline = {"madpipe": {"weight_versions": "2bw"}, "activation_checkpoint_interval": 1}
+    config = {"pipeline": pipeline, "bf16": {"enabled": True}, **{key: {"enabled": True} for key in monitors}}
+    job = Setup(factory="", micro_batch_size=1, config=config).job([], [], Path())
+    assert job["config"]["pipeline"] == {"activation_checkpoint_interval": 1}
+    assert job["config"]["bf16"] == {"enabled": True} and not job["config"].keys() & set(monitors)
 
 
 def test_a_layer_that_does_not_fit_is_named(monkeypatch):

@@ -33,6 +33,8 @@ NUM_DEVICES = 4
 """Ranks where none are said: statistics hold for any number, and more ranks on one machine are slower."""
 OPTIMIZER = {"type": "Adam", "params": {"torch_adam": True}}
 """The optimizer where a configuration has none."""
+OF_TRAINING = frozenset({"train_batch_size", "tensorboard", "wandb", "csv_monitor", "comet"})
+"""What a configuration says of the training run alone: the size of its batches, and where it is told of."""
 POLL_SECONDS = 0.1
 Step = tuple[int, int | None]
 """Micro-batches of a step, and how many may be in flight; None: as many as 1F1B has."""
@@ -54,7 +56,7 @@ class Setup:
     num_micro_batches: int = NUM_DEVICES
     """Micro-batches of a step."""
     config: Mapping[str, Any] | None = None
-    """DeepSpeed's configuration: optimizer, precision, ZeRO stage; its batch sizes are left out."""
+    """DeepSpeed's configuration: optimizer, precision, ZeRO stage; what is left out is of the training run."""
     limit_bytes: int | None = None
     """Most bytes of a rank. None: the memory of this machine, divided by its ranks."""
 
@@ -65,8 +67,9 @@ class Setup:
 
     def job(self, runs: Sequence[Run], steps: Sequence[Step], folder: Path) -> dict[str, Any]:
         """Return what a rank reads."""
-        config = {key: value for key, value in (self.config or {}).items() if key != "train_batch_size"}
-        pipeline = {key: value for key, value in config.get("pipeline", {}).items() if key != "partition_method"}
+        config = {key: value for key, value in (self.config or {}).items() if key not in OF_TRAINING}
+        of_pipeline = config.get("pipeline", {})
+        pipeline = {key: value for key, value in of_pipeline.items() if key not in ("partition_method", "madpipe")}
         config.setdefault("optimizer", OPTIMIZER)
         config |= {
             "train_micro_batch_size_per_gpu": self.micro_batch_size,

@@ -48,10 +48,10 @@ class Model:
         inputs, labels = (sample, torch.zeros(1)) if loss_fn is None else sample
         return cls(specifications(list(layers)), inputs, labels, loss_fn or _mean)
 
-    def layers(self, boundaries: Sequence[int], replaced: Sequence[int]) -> list[Any]:
-        """Return the layers of a cut, with stand-ins on the devices ``replaced``."""
+    def layers(self, boundaries: Sequence[int], replaced: Sequence[int], dtype: torch.dtype | None) -> list[Any]:
+        """Return the layers of a cut, with stand-ins on the devices ``replaced``; of weights of this type."""
         if replaced and not self._shapes:
-            self._shapes = boundaries_behind(self.specs, self.inputs)
+            self._shapes = boundaries_behind(self.specs, self.inputs, dtype)
         return layers_of_run(self.specs, boundaries, replaced, self._shapes)
 
     def micro_batches(self) -> Iterator[tuple[Boundary, Any]]:
@@ -63,6 +63,13 @@ class Model:
 def _mean(outputs: Boundary, labels: Any) -> torch.Tensor:
     """Return a loss for layers without a loss function."""
     return sum((each.float().mean() for each in tensors_of(outputs) if each.is_floating_point()), torch.zeros(()))
+
+
+def _type_of_weights(config: dict[str, Any]) -> torch.dtype | None:
+    """The type that an engine gives the weights of layers; None: their own."""
+    if config.get("fp16", {}).get("enabled"):
+        return torch.float16
+    return torch.bfloat16 if config.get("bf16", config.get("bfloat16", {})).get("enabled") else None
 
 
 def peaks_of_cut(
@@ -89,7 +96,7 @@ def peaks_of_cut(
         torch.OutOfMemoryError: a rank needs more.
     """
     torch.manual_seed(0)
-    layers = model.layers(boundaries, replaced)
+    layers = model.layers(boundaries, replaced, _type_of_weights(config))
     with counted_memory(limit_bytes=limit_bytes) as memory:
         module = PipelineModule(
             layers=layers, num_stages=len(boundaries) - 1, loss_fn=model.loss_fn,

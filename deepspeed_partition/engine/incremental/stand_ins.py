@@ -14,6 +14,7 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
+from deepspeed_partition.engine.repairs import let_normalizations_run
 from deepspeed_partition.layer_calls import unpacking
 from deepspeed_partition.profiling.boundaries import Boundary, like, tensors_of
 
@@ -131,19 +132,34 @@ def trains(layer: Any) -> bool:
     return isinstance(layer, nn.Module) and any(weight.requires_grad for weight in layer.parameters())
 
 
-def boundaries_behind(layers: Sequence[Any], inputs: Boundary) -> list[Boundary]:
+def boundaries_behind(layers: Sequence[Any], inputs: Boundary, dtype: torch.dtype | None = None) -> list[Boundary]:
     """Return what each layer gives, without data; one layer at a time is built and run.
 
     Where layers draw or count, those that train notice nothing: these are other copies.
+
+    Args:
+        layers: Specifications, and functions.
+        inputs: of the first one.
+        dtype: that the engine of a run gives the weights of layers; None: their own.
     """
     found: list[Boundary] = []
     with torch.no_grad():
         for layer in layers:
             built = layer.build() if isinstance(layer, LayerSpec) else layer
+            if isinstance(built, nn.Module) and dtype is not None:
+                _cast_weights(built, dtype)
             forward = getattr(layer, "forward_fn", None) if isinstance(layer, TiedLayerSpec) else None
             inputs = forward(built, inputs) if forward else unpacking(built)(inputs)
             found.append(like(inputs, [torch.empty_like(each, device="meta") for each in tensors_of(inputs)]))
     return found
+
+
+def _cast_weights(layer: nn.Module, dtype: torch.dtype) -> None:
+    """Give weights a type as an engine does, which leaves buffers as they are, except for running statistics."""
+    for weight in layer.parameters():
+        if weight.is_floating_point():
+            weight.data = weight.data.to(dtype)
+    let_normalizations_run(layer)
 
 
 def layers_of_run(
