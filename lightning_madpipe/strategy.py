@@ -825,6 +825,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         with nullcontext() if self._hook_watch is None else self._hook_watch.step():
             trained = self._batches.train(batch, arguments)
         is_step = not trainer.fit_loop._should_accumulate()
+        if is_step and self._rests is not None and self._never_drains:
+            self._rests.is_given(batch)
         if is_step and self._figures is not None:
             self._figures.after_step()
         if is_step and not self._is_asked_to_step:
@@ -1020,7 +1022,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         if trainer.state.fn == "fit":  # a checkpoint may bring a plan of another mode
             # What the module's hooks read is watched, and not what the engine's module is asked for.
             self.pipeline.has_told_old_weights = True
-            self._rests = Rests(trainer, engine, lambda: self._batches.last_batch_size)
+            self._rests = Rests(trainer, engine)
         self._metrics = BetweenPipelines(module, lambda: trainer.callbacks, self.gather_state)
         self.leave_out_needless_advice()
 

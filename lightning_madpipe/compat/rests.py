@@ -7,11 +7,15 @@ so far.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor, empty
+
 from deepspeed_partition.engine import MadPipeEngine
+from lightning_madpipe.steps.batches import map_children
 
 
 class Rests:
@@ -20,11 +24,12 @@ class Rests:
     Args:
         trainer: Lightning's.
         engine: The pipeline's engine.
-        batch_size: Gives the number of samples of the last batch.
     """
 
-    def __init__(self, trainer: Any, engine: MadPipeEngine, batch_size: Callable[[], int | None]) -> None:
-        self._trainer, self._engine, self._batch_size = trainer, engine, batch_size
+    def __init__(self, trainer: Any, engine: MadPipeEngine) -> None:
+        self._trainer, self._engine = trainer, engine
+        self._given: deque[Any] = deque(maxlen=2 * (engine.module._num_layers + 1))
+        """The shapes of the last batches, of more than have updates to come, however layers are cut."""
         self._loop = trainer.fit_loop.epoch_loop
         self._is_validation_due = self._loop._should_check_val_fx
         # A method of Lightning's loop (2.5 to 2.6), which it asks before the first of the hooks around validation.
@@ -42,21 +47,30 @@ class Rests:
             self._engine.come_to_rest()
         return is_due
 
+    def is_given(self, batch: Any) -> None:
+        """Note a batch, the last one of its window, whose loss is known, and whose update may come later."""
+        self._given.append(shapes_alone(batch))
+
     @contextmanager
     def step_of_update(self) -> Iterator[None]:
         """Let ``trainer.global_step`` be that of the update whose hooks run, which belongs to an earlier batch.
 
-        What they log between two batches counts as much as what they log during one of the same size.
+        What they log counts as much as that batch in a mean of an epoch.
         """
         steps = self._loop.automatic_optimization.optim_progress.optimizer.step.total
         results, behind = self._loop._results, self._engine.steps_behind
-        is_between = results.batch is None and results.batch_size is None
+        before = results.batch, results.batch_size
         steps.completed -= behind
-        if is_between:
-            results.batch_size = self._batch_size()
+        if behind:
+            results.batch, results.batch_size = self._given[-behind], None
         try:
             yield
         finally:
             steps.completed += behind
-            if is_between:
-                results.batch_size = None
+            if behind:
+                results.batch, results.batch_size = before
+
+
+def shapes_alone(batch: Any) -> Any:
+    """A batch in which Lightning finds the same weight, without the memory of its tensors."""
+    return empty(batch.shape, device="meta") if isinstance(batch, Tensor) else map_children(batch, shapes_alone)

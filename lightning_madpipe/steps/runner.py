@@ -116,8 +116,6 @@ class BatchRunner:
         self._window: list[BatchRun] = []
         self._num_written = 0
         self._originals, self._num_kept = Originals(), 0
-        self.last_batch_size: int | None = None
-        """Samples of the last batch of training."""
         self._epoch_begins = False
         self._loss_option = loss
         self._losses = LossOfBatches(
@@ -206,7 +204,6 @@ class BatchRunner:
             self._window[-1].number = self._num_kept
             self._originals.note(self._num_kept, tensors_of(drawn), tensors_of(batch))
         captured = self._pipeline.call_of_module.captured
-        self.last_batch_size = self._window[-1].whole.size
         self._window[-1].call = None if captured is None else captured.now
         waits = trainer.fit_loop._should_accumulate()
         note_waiting_batches(trainer, trainer.accumulate_grad_batches if waits else 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -533,6 +533,60 @@ def four_ranks_in_flight(host: cases.Host) -> dict[str, Any]:
     return {}
 
 
+class Weight:
+    """What Lightning weights a batch by in a mean of epochs, where it stands before the tensors of the batch."""
+
+    def __init__(self, weight: int) -> None:
+        self.weight = weight
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield torch.zeros(self.weight)
+
+
+class Weighed(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch[1:], batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("hooked", float(self.global_step), on_step=False, on_epoch=True)
+
+
+WEIGHTS = [1, 9, 3, 2, 7]
+"""Of the batches of an epoch."""
+
+
+class WeighedBatches(DataLoader):
+    def __iter__(self) -> Iterator[Any]:
+        for weight, batch in zip(WEIGHTS, super().__iter__(), strict=True):
+            yield [Weight(weight), *batch]
+
+
+class Rests(Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            trainer.strategy.come_to_rest()
+
+
+def weights_of_logs_in_flight(host: cases.Host) -> dict[str, Any]:
+    """What a hook logs of a step that is made during a later batch weighs as much as the step's own batch.
+
+    It weighed as much as the later one, and in a rest as much as a batch has samples.
+    """
+    expected = sum(step * weight for step, weight in enumerate(WEIGHTS)) / sum(WEIGHTS)
+    data, found = loader(batches(len(WEIGHTS))), {}
+    for mode in MODES:
+        for callbacks in ([], [Rests()]):
+            devices, cuts = next(iter(MAPS[host.num_processes].items()))
+            plan = plan_for(devices, cuts, mode)
+            _, model = started(plan, "momentum", kind=Weighed)
+            strategy = {"plan": saved(host, plan), "loss": "mean"}
+            trainer = host.trainer(*callbacks, strategy=strategy, max_epochs=1)
+            trainer.fit(model, WeighedBatches(data.dataset, batch_size=data.batch_size))
+            found[f"{mode} {len(callbacks)}"] = float(trainer.callback_metrics["hooked"])
+    assert found == pytest.approx(dict.fromkeys(found, expected)), found
+    return {}
+
+
 ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     2: [
         never_drains,
@@ -541,6 +595,7 @@ ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         losses_in_flight,
         failures_in_flight,
         in_other_forms,
+        weights_of_logs_in_flight,
     ],
     4: [four_ranks_in_flight],
 }

@@ -426,6 +426,10 @@ def test_hooks_of_a_pipeline_that_never_drains(two: Records) -> None:
         assert "changes 'lr' of the optimizer's groups" in found["SlowsBehind"]
 
 
+def test_logs_of_hooks_weigh_as_their_batches_in_a_pipeline_that_never_drains(two: Records) -> None:
+    assert two.of("weights_of_logs_in_flight") == {}  # the case compares
+
+
 def test_lightning_starts_the_processes(two: Records, tmp_path: Path) -> None:
     arguments, log = ["launcher", "2", str(tmp_path / "launcher")], tmp_path / "log"
     check_end(run_ranks(SCRIPT, arguments, None, log, timeout_seconds=TIMEOUT_SECONDS), "launcher", log)
