@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from deepspeed_partition.engine.runtime.environment import warn_once
+from deepspeed_partition.planner.units import counted
 from lightning_madpipe.module import outside_pipeline
 from lightning_madpipe.steps.batches import tensors_of
 
@@ -69,6 +71,25 @@ def metrics_of_callbacks(callbacks: Iterable[Any], module: nn.Module) -> list[Me
     return [part for value in modules for part in value.modules() if isinstance(part, Metric)]
 
 
+COUNTS = ("_update_count", "_num_vals_seen")
+"""What torchmetrics counts in a metric, and in a ``Running`` one, when it is told something; ``reset`` sets it anew."""
+
+
+class CountOfRun(int):
+    """A count of a metric that a run has left, as long as nothing has been told to the metric since.
+
+    It stays for who counts as far again. A file of the metric has a plain number.
+    """
+
+    run: object
+
+    def __deepcopy__(self, _: Any) -> CountOfRun:
+        return self
+
+    def __reduce__(self) -> Any:
+        return int, (int(self),)
+
+
 class GathersBetweenPipelines:
     """Stands as ``dist_sync_fn`` in a metric: a script may ask it for its value when a run has ended, too.
 
@@ -78,33 +99,36 @@ class GathersBetweenPipelines:
     Args:
         metric: Whose function it is.
         gather: A tensor of each pipeline, while the run lasts.
+        num_pipelines: Of the run.
     """
 
-    def __init__(self, metric: Metric, gather: Callable[[Tensor], list[Tensor]]) -> None:
-        self._metric, self._gather = ref(metric), gather
-        self._is_latest: Callable[[], bool] = lambda: True
-        self._num_updates: int | None = None
-        """The metric's calls of ``update`` when the run ended; None while it lasts."""
+    def __init__(self, metric: Metric, gather: Callable[[Tensor], list[Tensor]], num_pipelines: int) -> None:
+        self._metric, self._gather, self.num_pipelines = ref(metric), gather, num_pipelines
+        self._run_has_ended = False
 
-    def run_ends(self, group: Any, is_latest: Callable[[], bool]) -> None:
+    def run_ends(self, group: Any) -> None:
         """Gather from a group from now on, as long as the state is the run's.
 
         Args:
             group: Has a rank of each pipeline.
-            is_latest: Whether no other Trainer has run the module since.
         """
-        metric = self._metric()
-        self._num_updates = 0 if metric is None else metric._update_count
-        self._gather, self._is_latest = partial(gathered, group=group), is_latest
+        metric, self._run_has_ended, self._gather = self._metric(), True, partial(gathered, group=group)
+        for name in self._counts():
+            number = CountOfRun(getattr(metric, name))
+            number.run = self
+            setattr(metric, name, number)
 
     def __call__(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
-        return self._gather(tensor) if self._is_of_run() else gathered(tensor, group)
+        is_of_run = not self._run_has_ended or self.has_state_of_run()
+        return self._gather(tensor) if is_of_run else gathered(tensor, group)
 
-    def _is_of_run(self) -> bool:
-        if self._num_updates is None:
-            return True
-        metric = self._metric()
-        return metric is not None and metric._update_count == self._num_updates and self._is_latest()
+    def has_state_of_run(self) -> bool:
+        """Whether the run has ended, and the metric has what it told it."""
+        values = [getattr(self._metric(), name) for name in self._counts()]
+        return any(values) and all(isinstance(value, CountOfRun) for value in values)
+
+    def _counts(self) -> list[str]:
+        return [name for name in COUNTS if hasattr(self._metric(), name)]
 
     def __deepcopy__(self, _: Any) -> GathersBetweenPipelines:
         return self
@@ -123,12 +147,18 @@ class BetweenPipelines:
         module: The LightningModule.
         callbacks: Gives the Trainer's.
         gather: A tensor of each pipeline.
+        num_pipelines: How many there are.
     """
 
     def __init__(
-        self, module: nn.Module, callbacks: Callable[[], Iterable[Any]], gather: Callable[[Tensor], list[Tensor]]
+        self,
+        module: nn.Module,
+        callbacks: Callable[[], Iterable[Any]],
+        gather: Callable[[Tensor], list[Tensor]],
+        num_pipelines: int,
     ) -> None:
         self._module, self._callbacks, self._gather = module, callbacks, gather
+        self._num_pipelines = num_pipelines
         self._set: dict[int, GathersBetweenPipelines] = {}
         """What was set in this run, by its ``id``."""
         self.look()
@@ -140,8 +170,20 @@ class BetweenPipelines:
             own = metric.dist_sync_fn
             is_free = own is None or (isinstance(own, GathersBetweenPipelines) and id(own) not in self._set)
             if metric.process_group is None and is_free:
-                metric.dist_sync_fn = own = GathersBetweenPipelines(metric, self._gather)
+                self._tell_of_run_before(metric, own)
+                metric.dist_sync_fn = own = GathersBetweenPipelines(metric, self._gather, self._num_pipelines)
                 self._set[id(own)] = own
+
+    def _tell_of_run_before(self, metric: Metric, own: GathersBetweenPipelines | None) -> None:
+        """Say that a metric goes on with what pipelines of another number have told it, each its share."""
+        if own is None or own.num_pipelines == self._num_pipelines or not own.has_state_of_run():
+            return
+        before, now = counted(own.num_pipelines, "pipeline"), counted(self._num_pipelines, "pipeline")
+        warn_once(
+            f"metric of a run before/{type(metric).__name__}",
+            f"a {type(metric).__name__} has what a run of {before} has told it, and this run has {now}: its value "
+            "counts some of those data more often than others. Call its reset() before fit",
+        )
 
     def end(self, group: Any) -> None:
         """Let the metrics go on without the strategy, as long as they have what this run has told them.
@@ -149,9 +191,8 @@ class BetweenPipelines:
         Args:
             group: Has a rank of each pipeline.
         """
-        trainer = self._module.trainer
         for own in self._set.values():
-            own.run_ends(group, lambda: self._module._trainer is trainer)
+            own.run_ends(group)
         self._set.clear()
 
 

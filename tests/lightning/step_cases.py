@@ -25,6 +25,7 @@ from torch.distributed.nn.functional import all_gather as gather_with_gradients
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricCollection, MetricTracker, SumMetric
+from torchmetrics.aggregation import RunningSum
 from torchmetrics.classification import (
     MulticlassAccuracy,
     MulticlassAUROC,
@@ -34,9 +35,11 @@ from torchmetrics.classification import (
     MulticlassRecall,
 )
 
+from deepspeed_partition.engine.runtime.collectives import gather_objects
 from tests.choice import run_chosen
 from tests.lightning import drawing_cases, loop_cases
 from tests.lightning import lightning_cases as cases
+from tests.lightning.after_fit_cases import Said
 from tests.lightning.hook_cases import lines
 from tests.lightning.lightning_cases import Host, seeded, trained
 from tests.lightning.loop_cases import pipeline_index, plain, refused
@@ -554,7 +557,7 @@ class Confusions(Callback):
 
     def __init__(self) -> None:
         self.own, self.held, self.totals = MulticlassConfusionMatrix(cases.NUM_CLASSES), {"sum": SumMetric()}, []
-        self.kept = SumMetric()
+        self.kept, self.running = SumMetric(), RunningSum(window=2)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         pl_module.made = SumMetric()
@@ -565,6 +568,7 @@ class Confusions(Callback):
     def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
         self.own.update(batch[1], batch[1])
         self.kept.update(len(batch[1]))
+        self.running(len(batch[1]))
         for metric in (self.held["sum"], pl_module.made, self.late):
             metric.update(len(batch[1]))
 
@@ -582,9 +586,28 @@ def metrics_of_hooks(host: Host) -> dict[str, Any]:
     trainer.fit(seeded(cases.Classifier), cases.loader(37), cases.loader(21, seed=3))
     kept, copy = callback.kept, pickle.loads(pickle.dumps(callback.kept))
     record = {"totals": callback.totals, "after fit": float(kept.compute())}
+    record["running"] = float(callback.running.compute())
+    num_updates = kept._update_count
     kept.reset()
-    kept.update(1.0)  # which is each process's own
-    return {**record, "own": float(kept.compute()) / host.num_processes, "in a file": copy.dist_sync_fn is None}
+    for _ in range(num_updates):  # as many as in the run; these are each process's own
+        kept.update(1.0)
+    record["own"] = float(kept.compute()) / host.num_processes / num_updates
+    return {**record, "in a file": copy.dist_sync_fn is None, "again": metrics_of_hooks_again(host, callback)}
+
+
+def metrics_of_hooks_again(host: Host, callback: Confusions) -> list[float]:
+    """The callback in a fit of another module, and its metric, moved to another callback, in one more."""
+    callback.kept.reset()
+    values = []
+    for _ in range(2):
+        trainer = host.trainer(callback, max_epochs=1)
+        trainer.fit(seeded(cases.Classifier), cases.loader(37), cases.loader(21, seed=3))
+        values.append(float(callback.kept.compute()))
+        before, callback = callback.kept, Confusions()
+        callback.kept = before
+        if len(values) == 1:
+            before.reset()
+    return values
 
 
 class LeftInWindow(cases.Classifier):
@@ -646,7 +669,24 @@ def replicated_metrics(host: Host) -> dict[str, Any]:
     metrics = plain(dict(trainer.callback_metrics))
     hand = [record for record in module.by_hand if not isinstance(record, dict)]
     epoch = {name: value for name, value in metrics.items() if not name.endswith("_step") and name != "f1"}
-    return {"hand": hand, "metrics": epoch}
+    return {"hand": hand, "metrics": epoch, "told": metrics_of_other_runs(host) if host.pipelined else [[], ["RunningSum", "SumMetric"]]}
+
+
+def metrics_of_other_runs(host: Host) -> list[list[str]]:
+    """The metrics of which it is said that they go on from two pipelines to one: none that is reset before."""
+    told = []
+    for resets in (True, False):
+        callback = Confusions()
+        for num_stages in (2, 4):
+            trainer = host.trainer(callback, strategy={"num_stages": num_stages}, max_epochs=1)
+            with Said() as said:
+                trainer.fit(seeded(cases.Classifier), cases.loader(32), cases.loader(32, seed=3))
+            if resets:
+                callback.kept.reset()
+                callback.running.reset()
+        every = [line for theirs in gather_objects(said.lines) for line in theirs]
+        told.append(sorted(line.split()[1] for line in every if "has what a run of 2 pipelines has told" in line))
+    return told
 
 
 # Logging
