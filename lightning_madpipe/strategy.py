@@ -1023,7 +1023,9 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             # What the module's hooks read is watched, and not what the engine's module is asked for.
             self.pipeline.has_told_old_weights = True
             self._rests = Rests(trainer, engine)
-        self._metrics = BetweenPipelines(module, lambda: trainer.callbacks, self.gather_state, self._num_pipelines())
+        self._metrics = BetweenPipelines(
+            module, lambda: trainer.callbacks, self.gather_state, self._num_pipelines()
+        )
         self.leave_out_needless_advice()
 
     def _is_in_last_stage(self, layer: int | str) -> bool:

@@ -72,7 +72,7 @@ def metrics_of_callbacks(callbacks: Iterable[Any], module: nn.Module) -> list[Me
 
 
 COUNTS = ("_update_count", "_num_vals_seen")
-"""What torchmetrics counts in a metric, and in a ``Running`` one, when it is told something; ``reset`` sets it anew."""
+"""What torchmetrics counts in a metric, and in a ``Running`` one, when it is told something."""
 
 
 class CountOfRun(int):

@@ -669,7 +669,8 @@ def replicated_metrics(host: Host) -> dict[str, Any]:
     metrics = plain(dict(trainer.callback_metrics))
     hand = [record for record in module.by_hand if not isinstance(record, dict)]
     epoch = {name: value for name, value in metrics.items() if not name.endswith("_step") and name != "f1"}
-    return {"hand": hand, "metrics": epoch, "told": metrics_of_other_runs(host) if host.pipelined else [[], ["RunningSum", "SumMetric"]]}
+    told = metrics_of_other_runs(host) if host.pipelined else [[], ["RunningSum", "SumMetric"]]
+    return {"hand": hand, "metrics": epoch, "told": told}
 
 
 def metrics_of_other_runs(host: Host) -> list[list[str]]:
