@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -12,6 +14,7 @@ from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.environment import announce
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.steps.batches import fingerprint_of, named_tensors_of
+from lightning_madpipe.steps.list_in_words import some
 
 BATCH_END_HOOKS = {
     "training_step": "on_train_batch_end",
@@ -58,21 +61,23 @@ class SameBatches:
         Random augmentation may make the inputs differ, of which only the first stage's count. Where samples
         come in another order, every tensor differs. It costs a checksum of the batch and a small collective.
         """
-        reads = self._somebody_reads(step)
+        reads, users = self._somebody_reads(step), self._users_of_outputs() if step == "training_step" else []
         has_others = self._pipeline.mpu().get_data_parallel_world_size() > 1
         if has_others and step != "training_step" and self._num_read[step] == 1:
             self._check_pipelines(step)
         if self._pipeline.num_stages > 1:
-            mine = fingerprint_of(batch), reads, self._num_batches(step)
+            mine = fingerprint_of(batch), reads, users, self._num_batches(step)
             everyone = gather_objects(mine, self._pipeline.mpu().get_pipe_parallel_group())
-            reads = any(theirs for _, theirs, _ in everyone)
-            self._check_same_batch([tensors for tensors, _, _ in everyone], step, batch)
-            self._check_same_number([number for _, _, number in everyone])
+            reads = any(theirs for _, theirs, _, _ in everyone)
+            users = list(dict.fromkeys(user for _, _, theirs, _ in everyone for user in theirs))
+            self._check_same_batch([tensors for tensors, _, _, _ in everyone], step, batch)
+            self._check_same_number([number for _, _, _, number in everyone])
         self._read[step] = reads
-        if reads and step == "training_step" and self._trainer.accumulate_grad_batches > 1:
+        if users and self._trainer.accumulate_grad_batches > 1:
             self.tell(
-                "on_train_batch_end is given the loss and outputs of the last window of accumulate_grad_batches "
-                "that is done, because all batches of a window run at its end"
+                f"on_train_batch_end of {some(users)} uses its outputs, and is given the loss and outputs of the "
+                "last window of accumulate_grad_batches that is done (in the first one a loss of 0), because all "
+                "batches of a window run at its end. Use them where a window ends, or do not accumulate"
             )
 
     def _num_batches(self, step: str) -> Any:
@@ -134,6 +139,15 @@ class SameBatches:
             self._told.add(sentence)
             announce(sentence, logging.WARNING)
 
+    def _users_of_outputs(self) -> list[str]:
+        """The classes of the module and callbacks whose ``on_train_batch_end`` uses what the step returned."""
+        owners = [(self._module, 0), *((callback, 2) for callback in self._trainer.callbacks)]
+        return [
+            type(owner).__name__
+            for owner, place in owners
+            if _is_of_user(hook := owner.on_train_batch_end) and uses_argument(hook, place)
+        ]
+
     def _somebody_reads(self, step: str) -> bool:
         """Whether what ``step`` returns is worth sending: to a hook that is not Lightning's, or to the caller."""
         callbacks = self._trainer.callbacks
@@ -142,6 +156,28 @@ class SameBatches:
             if self._trainer.predict_loop.return_predictions or any(isinstance(c, writer) for c in callbacks):
                 return True
         hooks = [getattr(owner, BATCH_END_HOOKS[step]) for owner in (self._module, *callbacks)]
-        # A hook in an instance, such as a LambdaCallback's, is a plain function of the user's module.
-        modules = [getattr(hook, "__module__", "") or "" for hook in hooks]
-        return not all(name.startswith(("pytorch_lightning.", "lightning.pytorch.")) for name in modules)
+        return any(map(_is_of_user, hooks))
+
+
+def _is_of_user(hook: Any) -> bool:
+    # A hook in an instance, such as a LambdaCallback's, is a plain function of the user's module.
+    module = getattr(hook, "__module__", "") or ""
+    return not module.startswith(("pytorch_lightning.", "lightning.pytorch."))
+
+
+def uses_argument(function: Any, place: int) -> bool:
+    """Whether the code of a function names the argument that it is given at ``place``; True if it has no code."""
+    inner = inspect.unwrap(function)
+    code = getattr(inner, "__code__", None)
+    if code is None:
+        return True
+    place += inspect.ismethod(inner)
+    has_rest = code.co_flags & inspect.CO_VARARGS
+    if place >= code.co_argcount and not has_rest:
+        return False
+    name = code.co_varnames[place if place < code.co_argcount else code.co_argcount + code.co_kwonlyargcount]
+    # From Python 3.13 on one instruction may load two variables.
+    loaded = [each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD")]
+    return name in code.co_cellvars or any(
+        name == each or (isinstance(each, tuple) and name in each) for each in loaded
+    )

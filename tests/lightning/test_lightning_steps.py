@@ -27,6 +27,7 @@ from lightning_madpipe.steps.batch_runs import dims_of_outputs
 from lightning_madpipe.steps.batches import UncutBatchError, fingerprint_of, join_pieces, map_children, split_batch
 from lightning_madpipe.steps.logged_sizes import LoggedSizes
 from lightning_madpipe.steps.metrics import metrics_of
+from lightning_madpipe.steps.same_batches import uses_argument
 from lightning_madpipe.steps.serialization import packed, unpacked
 from lightning_madpipe.steps.step_side_effects import Leftovers, make_changes
 from tests.lightning.lightning_cases import Classifier
@@ -348,9 +349,28 @@ def test_ranks_draw_the_same_data_whatever_their_layers_draw(two: Records) -> No
 def test_ranks_that_draw_other_data_are_told(two: Records) -> None:
     found = two.of("unlike")
     windows, differ = found["told"]
-    assert "on_train_batch_end is given the loss and outputs of the last window" in windows
+    assert "on_train_batch_end of LambdaCallback uses its outputs, and is given the loss and outputs" in windows
+    assert "IgnoresOutputs" not in windows
     assert "read different batch[0], batch[1] in training_step" in differ
     assert "ranks 0 and 1 of a pipeline read different batches" in found["refused"]
+
+
+def test_what_uses_its_outputs_is_seen_in_its_code() -> None:
+    class Hooks:
+        def passes(self, outputs: object, batch: object) -> None: ...
+
+        def uses(self, outputs: object, batch: object) -> None:
+            print(outputs)
+
+        def rest(self, *arguments: object) -> None:
+            print(arguments)
+
+        def captures(self, outputs: object) -> object:
+            return lambda: outputs
+
+    found = {name: uses_argument(getattr(Hooks(), name), 0) for name in ("passes", "uses", "rest", "captures")}
+    assert found == {"passes": False, "uses": True, "rest": True, "captures": True}
+    assert not uses_argument(lambda trainer, module, *_: None, 2) and uses_argument(print, 2)
 
 
 def test_time_is_over_at_the_same_step_everywhere(two: Records) -> None:
