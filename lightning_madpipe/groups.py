@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_partition.engine.runtime.collectives import any_bits, broadcast_object, own_groups
+from deepspeed_partition.engine.runtime.collectives import any_bits, broadcast_object, gather_objects, own_groups
 from deepspeed_partition.engine.runtime.environment import warn_once
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.running_code import line_of_the_user
@@ -66,6 +66,13 @@ def gathered_with_gradients(tensor: Tensor, group: Any) -> Tensor:
     return stacked
 
 
+NO_BATCH = (
+    "{number} pipelines take each batch together, and the data give none to {which}: let the number of samples be "
+    "a multiple of batch size times pipelines, or run it with one pipeline, MadPipeStrategy(num_stages=...) of as "
+    "many stages as processes"
+)
+
+
 class PipelineGroups(DeepSpeedStrategy):
     """``reduce`` and ``all_gather`` over the data-parallel ranks; barriers, broadcasts and decisions over all.
 
@@ -73,6 +80,7 @@ class PipelineGroups(DeepSpeedStrategy):
     """
 
     _lightning: Lightning
+    _engine: Any
     _runner: BatchRunner | None
     num_stages: int | None
 
@@ -157,10 +165,42 @@ class PipelineGroups(DeepSpeedStrategy):
         of_pipeline = self.distributed_sampler_kwargs["rank"]
         connector = self._lightning.module("trainer.connectors.data_connector")
         connector._auto_add_worker_init_fn(dataloader, of_pipeline)
-        if self.world_size == 1 or self._lightning.module("utilities.data").sized_len(dataloader) is not None:
+        length = self._lightning.module("utilities.data").sized_len(dataloader)
+        if self._engine is not None:  # else rank 0 may read an example alone
+            self._refuse_pipelines_without_data(length)
+        if self.world_size == 1 or length is not None:
             return dataloader
         announce = self._lightning.module("utilities.rank_zero").rank_zero_info
         return EvenLoader(dataloader, announce)
+
+    def _refuse_pipelines_without_data(self, length: int | None) -> None:
+        """Refuse data of which some pipeline has no batch, and another one has some. Collective.
+
+        Lightning pads the data of training, validation and test for its own sampler, and not those of predict.
+
+        Raises:
+            MisconfigurationException: on every rank.
+        """
+        everyone = gather_objects(length) if self._num_pipelines() > 1 else [length]
+        if 0 in everyone and any(theirs != 0 for theirs in everyone):
+            without = ", ".join(f"rank {rank}" for rank, theirs in enumerate(everyone) if theirs == 0)
+            raise self._lightning.refusal(
+                NO_BATCH.format(number=self._num_pipelines(), which=f"that of {without}")
+            )
+
+    def refuse_too_few_samples(self, trainer: Any) -> None:
+        """Let predict refuse data with fewer samples than pipelines, of which Lightning's sampler asserts some."""
+        connector = trainer._data_connector  # of Lightning (2.5 to 2.6), whose samplers know no sentence for it
+        vars(connector).pop("_resolve_sampler", None)
+        resolve, number = connector._resolve_sampler, self._num_pipelines()
+
+        def resolved(dataloader: Any, *arguments: Any, **keywords: Any) -> Any:
+            is_shared = trainer.state.fn == "predict" and connector._requires_distributed_sampler(dataloader)
+            if is_shared and 0 < len(dataloader.sampler) < number:
+                raise self._lightning.refusal(NO_BATCH.format(number=number, which="some"))
+            return resolve(dataloader, *arguments, **keywords)
+
+        connector._resolve_sampler = resolved
 
     def leave_out_needless_advice(self) -> None:
         """Silence Lightning's advice of ``sync_dist=True``, where one pipeline has nothing to reduce."""

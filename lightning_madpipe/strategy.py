@@ -47,6 +47,7 @@ from lightning_madpipe.checkpoint.whole_model import PLACES
 from lightning_madpipe.compat.callback_patches import show_all_to_callbacks
 from lightning_madpipe.compat.elsewhere import AFTER_A_RUN, AFTER_AN_EXCEPTION
 from lightning_madpipe.compat.logged_values import hand_values_over
+from lightning_madpipe.compat.names_of_files import take_names_from_rank_zero
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.number_types import convert_but_complex, leave_types
 from lightning_madpipe.compat.optimizer_hooks import OptimizerHooks, tell_of_states
@@ -417,6 +418,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
                 "the processes cannot reach each other: a process of this job has ended, or closed its "
                 f"connections ({str(error).splitlines()[0]}); start the job again, from a checkpoint"
             ) from error
+        take_names_from_rank_zero(self._module.trainer, self.broadcast)
         self._sizes_asked.begin()
 
     def _configure_launcher(self) -> None:
@@ -465,6 +467,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
 
     def setup(self, trainer: Any) -> None:
         module, self._number_of_batch = self._module, None
+        take_names_from_rank_zero(trainer, self.broadcast)  # by which rank 0 has made folders since
         # Anew each time: the Trainer may have other settings than in the fit before.
         self.config, self._config_initialized = copy.deepcopy(self._given_config), False
         self._init_config_if_needed()
@@ -569,6 +572,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         self._distributes_data = connector.use_distributed_sampler
         if self.distributed_sampler_kwargs["num_replicas"] == 1:
             connector.use_distributed_sampler = False
+        else:
+            self.refuse_too_few_samples(trainer)
 
     def on_exception(self, exception: BaseException) -> None:
         """Let the other ranks hear of an exception that this one has met alone."""
@@ -689,6 +694,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
                 self._spread.gather(self.whole_model, is_rank_zero=self.is_global_zero)
         if self._distributes_data is not None:
             self._module.trainer._accelerator_connector.use_distributed_sampler = self._distributes_data
+            vars(self._module.trainer._data_connector).pop("_resolve_sampler", None)
             self._distributes_data = None
         if self._hook_writing is not None:  # ranks have met since the last hook
             self._hook_writing.end()

@@ -23,6 +23,7 @@ from deepspeed_partition.engine.runtime.collectives import from_rank_0, refused_
 from deepspeed_partition.engine.runtime.environment import announce, warn_once
 from lightning_madpipe.checkpoint import checkpoint_folders, hooks_on_state
 from lightning_madpipe.checkpoint.weight_copies import COPIES
+from lightning_madpipe.compat.names_of_files import tell_of_other_path
 from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.remote_paths import NOT_ELSEWHERE, is_elsewhere
 from lightning_madpipe.compat.state_dict_names import OneDeviceNames
@@ -239,6 +240,7 @@ class Checkpointing(DeepSpeedStrategy):
             MisconfigurationException: it cannot be written; on every rank.
         """
         path = self.broadcast(os.fspath(filepath))
+        tell_of_other_path(filepath, path, self.global_rank)
         try:
             if "optimizer_states" not in checkpoint:
                 io = self.checkpoint_io

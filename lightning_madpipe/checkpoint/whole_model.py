@@ -9,6 +9,7 @@ user holds. The engine stays beside them, for ``trainer.save_checkpoint`` after 
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -40,9 +41,12 @@ from deepspeed_partition.engine.runtime.collectives import gather_objects, recei
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.engine.warmup.run_platform import machine_memory_bytes
 from deepspeed_partition.planner.units import format_bytes
+from deepspeed_partition.profiling.sources import users_names
 from deepspeed_partition.tensor_values import bytes_view
 from lightning_madpipe.checkpoint.layers_on_rank_zero import LayersOnRankZero, TensorInfo, places_of_buffers
+from lightning_madpipe.compat.unsupported import hooks_of_weight, name_of_function
 from lightning_madpipe.module import TiedModule
+from lightning_madpipe.steps.list_in_words import some
 
 PLACES = ("every_rank", "rank_zero", "none")
 """The places where the whole model can be put when a run has ended."""
@@ -213,6 +217,7 @@ class LayersOfUser:
                 {own: attributes_of_tensor(tensor) for own, tensor in tensors_by_name(layer).items()},
                 changed_attributes(layer),
                 memories_of(tensors_in(layer)),
+                hooks_on_weights(layer),
             )
             for name, layer in own.items()
         }
@@ -226,9 +231,10 @@ class LayersOfUser:
         if reason is not None:
             return reason
         self.take_back()
+        stay: list[tuple[str, str]] = []
         for name in owners:
             source, tensors = grid.stage_to_global(stage_id=owners[name][0]), tensors_by_name(layers[name])
-            _, set_on_tensors, changed, memories = everyone[name]
+            _, set_on_tensors, changed, memories, hooks = everyone[name]
             arrives = arriving[name]
             pass_on = partial(passed_on, source=source, group=group, place=place, arrives=arrives)
             buffers = places_of_buffers(layers[name]) if arrives else {}
@@ -253,7 +259,11 @@ class LayersOfUser:
             if arrives:
                 set_attributes(layers[name], changed)
                 lay_together(tensors_in(layers[name]), memories)
-        say_what_stays(changed for _, _, changed, _ in everyone.values())
+                owner = users_names.get(layers[name], "a layer")
+                missing = Counter(hooks) - Counter(hooks_on_weights(layers[name]))
+                stay += [(hook, f"{owner}.{weight}") for hook, weight in missing]
+        say_hooks_that_stay(stay)
+        say_what_stays(changed for _, _, changed, *_ in everyone.values())
         if place == "every_rank":
             remember_attributes(layers.values(), again=True)
         return None
@@ -421,6 +431,26 @@ def _set_on_tensor(tensor: Tensor, name: str, there: Mapping[str, Any]) -> None:
                 f"the attribute {key} of the tensor {name} ({value.type_name}) is on the rank alone that ran its "
                 "layer, for no other process can have it: set it before fit, or again when fit has returned",
             )
+
+
+def hooks_on_weights(layer: nn.Module) -> list[tuple[str, str]]:
+    """The hooks of a program on the gradients of a layer's weights: the name of each, and that of the weight."""
+    return [
+        (name_of_function(hook), name)
+        for name, weight in layer.named_parameters()
+        for hook in hooks_of_weight(weight).values()
+    ]
+
+
+def say_hooks_that_stay(stay: Sequence[tuple[str, str]]) -> None:
+    """Name hooks on weights that only the ranks of their layers have, for a function can go nowhere."""
+    for hook in dict.fromkeys(hook for hook, _ in stay):
+        weights = [name for each, name in stay if each == hook]
+        warn_once(
+            f"hook stays/{hook}/{weights[0]}",
+            f"the hook {hook} on {some(weights)} was registered while fit ran, and is on the ranks alone that ran "
+            "these layers: register it before fit, or again when fit has returned",
+        )
 
 
 def _fits_into(tensor: Tensor, info: TensorInfo) -> bool:

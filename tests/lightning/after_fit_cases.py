@@ -21,7 +21,8 @@ import pytorch_lightning as pl
 import torch
 import torchmetrics
 from pytorch_lightning import callbacks as shipped
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from pytorch_lightning.strategies import strategy as lightning_strategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
@@ -1239,6 +1240,64 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     ],
     4: [],
 }
+
+
+def doubled(gradient: torch.Tensor) -> torch.Tensor:
+    return 2 * gradient
+
+
+class HangsHooks(cases.Classifier):
+    """Hangs a hook on each weight while fit runs, when layers stay where they are; one was there before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.bias.register_hook(doubled)
+
+    def on_train_epoch_start(self) -> None:
+        for _, weight in self.named_parameters():
+            if self.current_epoch == 1:
+                weight.register_hook(doubled)
+
+
+def hooks_of_a_fit(host: cases.Host) -> dict[str, Any]:
+    """A rank lacked the hooks that the other one had hung on its weights, and nothing was said."""
+    module = cases.seeded(HangsHooks)
+    with Said() as said:
+        host.trainer(strategy={**CUT, "warmup_epochs": 0}, max_epochs=2).fit(module, cases.loader(16))
+    num_hooks = {name: len(weight._backward_hooks or ()) for name, weight in module.named_parameters()}
+    return {"said": [line for line in said.lines if "the hook " in line], "has": num_hooks}
+
+
+class NamesInHook(Callback):
+    """Gives its checkpoints another name on each rank while fit runs."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        trainer.checkpoint_callback.filename = f"in a hook of {trainer.global_rank}"
+
+
+def names_of_each_rank(host: cases.Host) -> dict[str, Any]:
+    """Names by the time of day are others on each rank: rank 1 looked for files that rank 0 had not written."""
+    found: dict[str, Any] = {}
+    for hooks in ([], [NamesInHook()]):
+        clock = f"at {os.environ['RANK']}"  # another one on each rank
+        best = ModelCheckpoint(host.folder / clock, filename=clock, every_n_train_steps=1)
+        loggers = [
+            CSVLogger(host.folder / "csv", name="clock", version=clock),
+            TensorBoardLogger(host.folder, clock),
+        ]
+        trainer = host.trainer(best, *hooks, max_epochs=1, logger=loggers)
+        with Said() as said:
+            trainer.fit(cases.seeded(cases.Classifier), cases.loader(16))
+        paths = [best.best_model_path, *(logger.log_dir for logger in trainer.loggers)]
+        line = next((line for line in said.lines if "saves a checkpoint as" in line), None)
+        found["hook" if hooks else "script"] = {
+            "are there": [os.path.exists(path) for path in paths],
+            "relative": [os.path.relpath(path, host.folder) for path in paths],
+            "said": line and line.replace(str(host.folder), ""),
+        }
+    return found
+
+
 ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     2: [
         types_that_are_flattened,
@@ -1252,6 +1311,8 @@ ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         layers_without_names_on_rank_zero,
         planned_again,
         specs_after_fit,
+        hooks_of_a_fit,
+        names_of_each_rank,
     ],
     4: [],
 }

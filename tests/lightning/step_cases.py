@@ -653,7 +653,28 @@ def told_or_refused(host: Host) -> dict[str, Any]:
         "left": [line for line in said if "was left unfinished" in line],
         "saved": saved,
         "uneven": cases.refused(lambda: uneven.predict(seeded(cases.Classifier), odd)),
+        "none": no_batch_in_a_pipeline(host),
     }
+
+
+class TakesNoData(cases.Classifier):
+    """Lightning lets a process without data be."""
+
+    allow_zero_length_dataloader_with_multiple_devices = True
+
+
+def no_batch_in_a_pipeline(host: Host) -> list[str]:
+    """One pipeline waited for another one that had nothing to do, or met an error of Lightning's alone."""
+    rank, found = int(os.environ["RANK"]), []
+    for kind, samples, shares in (
+        (cases.Classifier, 1, True),
+        (cases.Classifier, 1 - rank, False),
+        (TakesNoData, 1 - rank, False),
+    ):
+        data = DataLoader(cases.samples(samples), batch_size=1)
+        trainer = host.trainer(strategy={"num_stages": 1, "algorithm": None}, use_distributed_sampler=shares)
+        found.append(cases.refused(lambda: trainer.predict(seeded(kind), data)))  # noqa: B023
+    return found
 
 
 def replicated_metrics(host: Host) -> dict[str, Any]:

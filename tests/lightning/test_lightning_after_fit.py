@@ -228,3 +228,22 @@ def test_going_on_within_an_epoch_is_said_where_the_data_begin_anew(two: Records
     assert "in the place of its last 2 batches" in sentence and "StatefulDataLoader" in sentence
     assert remembering["said"] == []
     assert all(not two.ranks[1]["resumed_within_an_epoch"][kind]["said"] for kind in ("plain", "remembering"))
+
+
+def test_hooks_on_weights_that_stay_on_a_rank_are_named(two: Records) -> None:
+    first, second = (rank["hooks_of_a_fit"] for rank in two.ranks)
+    for here, there, layer in ((first, second, "blocks.2.linear"), (second, first, "embed")):
+        assert here["has"] != there["has"]
+        [line] = here["said"]
+        assert line.startswith(f"the hook doubled on self.{layer}.weight, self.{layer}.bias, self.")
+        assert line.endswith("register it before fit, or again when fit has returned")
+    assert first["has"]["head.bias"] == 1 and second["has"]["head.bias"] == 2  # one was there before
+
+
+def test_names_that_each_rank_makes_for_itself_are_those_of_rank_0(two: Records) -> None:
+    first, second = (rank["names_of_each_rank"] for rank in two.ranks)
+    assert first["script"] == second["script"] and first["script"]["said"] is None
+    assert first["script"]["are there"] == [True, True, True]
+    assert all("at 0" in path for path in first["script"]["relative"])
+    assert first["hook"]["said"] is None and second["hook"]["are there"] == [False, True, True]
+    assert second["hook"]["said"].startswith("rank 1 saves a checkpoint as /at 0/in a hook of 1.ckpt, and rank 0")

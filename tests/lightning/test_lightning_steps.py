@@ -84,6 +84,10 @@ def test_what_a_run_leaves_out_is_told_or_refused(two: Records) -> None:
     for rank in found:
         assert "on_save_checkpoint sets checkpoint['optimizer'], which is the name of an entry" in rank["saved"]
         assert "have different numbers of them ([2] on rank 0, [1] on rank 1)" in rank["uneven"]
+        for none in rank["none"]:
+            assert none.startswith("MisconfigurationException: 2 pipelines take each batch together, and the data")
+            assert "let the number of samples be a multiple of batch size times pipelines" in none
+            assert ("give none to that of rank 1: let" in none) == (none is not rank["none"][0])
 
 
 def test_calls_until_a_run_trains_grow_with_the_number_of_layers(two: Records) -> None:
