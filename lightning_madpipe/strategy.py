@@ -56,7 +56,6 @@ from lightning_madpipe.compat.optimizers import (
     refuse_weights_of_nobody,
     tell_of_zeros,
 )
-from lightning_madpipe.compat.rests import Rests
 from lightning_madpipe.compat.signals import SignalsTogether
 from lightning_madpipe.compat.unsupported import clips_by_value
 from lightning_madpipe.compat.watched_hooks import HookWatch
@@ -82,6 +81,7 @@ from lightning_madpipe.steps.loss_mode import LOSSES
 from lightning_madpipe.steps.metrics import BetweenPipelines
 from lightning_madpipe.steps.own_generators import states_for_hook
 from lightning_madpipe.steps.rank_of_step import tell_of_local_rank
+from lightning_madpipe.steps.rests import Rests
 from lightning_madpipe.steps.runner import BatchRunner
 from lightning_madpipe.steps.sizes_asked import SizesAsked
 from lightning_madpipe.steps.unlike_ranks import compare_ranks
