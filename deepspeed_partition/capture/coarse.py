@@ -44,6 +44,8 @@ class _Tensor:
 
 
 _TENSOR = _Tensor()
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Where torch keeps the hooks on the gradient of a tensor."""
 _OF_A_COPY = {"_parameters", "_buffers", "_modules", "training", "forward"}
 """What a copy of a module has for itself; hosts put something in the place of ``forward``."""
 
@@ -485,6 +487,10 @@ def coarse_layers(
         if error is reason:
             raise
         raise CaptureError(f"{reason}. Nor can it be cut between its elements: {error}. {WAY_OUT}") from reason
+    except Exception as error:  # the model's own, such as of code that needs a gradient
+        if str(error) in str(reason):
+            raise
+        raise CaptureError(f"{reason}. Nor does it run without gradients: {error}") from error
     layers = Layers(plain)
     if any(weight.requires_grad for weight in outside.parameters()):
         for place in (0, -1):
@@ -633,7 +639,7 @@ def _put_back(model: nn.Module) -> Iterator[None]:
     """Put back the random numbers, attributes and buffers that a run with data changes.
 
     So are weights that a module writes which changes a buffer or a flag of its own, as where it notes that they
-    are set, and that flag.
+    are set, and that flag; and hooks on weights.
     """
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     values = {id(buffer): value for buffer, value in buffers}
@@ -651,6 +657,8 @@ def _put_back(model: nn.Module) -> Iterator[None]:
 
     devices = sorted({tensor.device.index or 0 for tensor in model.parameters() if tensor.is_cuda})
     held = held_by(model, None, ())
+    weights = [(weight, name) for weight in model.parameters() for name in _HOOKS]
+    hooks = [(weight, name, set(_hooks_on(weight, name))) for weight, name in weights]
     with held.put_back(), torch.random.fork_rng(devices=devices), torch.no_grad():
         try:
             with weights_kept([model], notes):
@@ -662,6 +670,14 @@ def _put_back(model: nn.Module) -> Iterator[None]:
                         module._buffers[name] = buffer
             for buffer, value in buffers:
                 put_back(buffer, value)
+            for weight, name, before in hooks:
+                for key in _hooks_on(weight, name).keys() - before:
+                    del _hooks_on(weight, name)[key]
+
+
+def _hooks_on(weight: nn.Parameter, name: str) -> dict[int, Any]:
+    """The hooks on the gradient of a weight, of one kind, by their numbers."""
+    return getattr(weight, name, None) or {}
 
 
 def _run_in_order(name: str, container: nn.Module, calls: dict[str, list[Any]]) -> list[Any]:

@@ -28,6 +28,7 @@ SEEDS = (
     "sets the state of random generators by {}, which its layers, on several ranks, do not do: make what is drawn "
     "so once, in __init__() and as a buffer, or let a module of its own seed and draw"
 )
+WITHIN = "A module that the model calls, such as a block, stays whole where its own code does that"
 MOST_LINES = 3
 """Lines that a sentence names."""
 LARGE = 1 / 12
@@ -136,7 +137,7 @@ class _Opening:
         if root.seeds is not None:
             raise DrawsApartError(f"{type(self.recording.modules['']).__name__} {SEEDS.format(root.seeds)}")
         if root.why_whole:
-            raise CaptureError(root.why_whole)
+            raise CaptureError(f"{root.why_whole}. {WITHIN}")
         if root.why_open:
             raise CaptureError(f"{root.why_open}: give it tensors, and let it return tensors (use_cache=False)")
         if any(isinstance(leaf, Attribute) for leaf in returned_by(root).leaves):

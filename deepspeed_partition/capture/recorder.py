@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -35,6 +36,7 @@ from torch.utils.flop_counter import flop_registry
 from deepspeed_partition.capture.decisions import Overwritten, Undecided, hang, must_be, must_stay
 from deepspeed_partition.capture.draws import Draws
 from deepspeed_partition.capture.left_behind import held_by
+from deepspeed_partition.capture.noted_graph import asked_by_torch, noted
 from deepspeed_partition.capture.recording import (
     Attribute,
     AttributeSet,
@@ -138,11 +140,10 @@ _SEEDING = [
     for name in (kind, f"{kind}_all")
     if name in vars(owner)
 ]
-_OF_GRAPHS = ("register_multi_grad_hook", "save_on_cpu", "saved_tensors_hooks")
-"""What hangs hooks on a graph, of ``torch.autograd.graph``: what is written down would not do so again."""
 OF_HOSTS = ("training", "forward")
 """Attributes that hosts set on modules, too."""
 _SHAPE: Any = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
+_GRAD_FN: Any = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _SIZE = torch.Tensor.size
 _STRIDE, _LENGTH = torch.Tensor.stride, torch.Tensor.__len__
 _NUMEL = (torch.Tensor.numel, torch.Tensor.nelement, torch.numel)
@@ -284,6 +285,13 @@ class Tape:
         given_leaves, structure = flatten((args, kwargs))
         if func is torch.Tensor.__bool__ and (known := self._decided(args[0])) is not None:
             return known
+        if func == _GRAD_FN or func in _HANG_HOOKS:
+            asked_by = asked_by_torch()
+            if asked_by:
+                self._uses_graph(f"{asked_by}()")
+            if func == _GRAD_FN:
+                node = func(*args, **kwargs)
+                return noted(node, self._uses_graph) if asked_by is None else node
         given = Template(structure, tuple(self._leaf(leaf, None) for leaf in given_leaves))
         plain_args, plain_kwargs = build(structure, map(number_of, given_leaves))
         outer, self._effects = self._effects, Effects()
@@ -632,14 +640,10 @@ class Tape:
 
         return noting
 
-    def _noting_hooks(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            if not self._inside:
-                self._whole(f"its code registers hooks on the graph by {name}()")
-            return function(*args, **kwargs)
-
-        return noting
+    def _uses_graph(self, function: str) -> None:
+        """Note that code registers hooks on a graph: what is written down would not do so again."""
+        if not self._inside and not self._is_steps():
+            self._whole(f"its code registers hooks on the graph by {function}")
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -699,6 +703,13 @@ class Tape:
             self._attribute_set(module, name, value)
             set_attribute(module, name, value)
 
+        enter = saved_tensors_hooks.__enter__
+
+        def entered(hooks: saved_tensors_hooks) -> None:
+            if not _is_checkpoints(hooks):
+                self._uses_graph(f"{type(hooks).__name__}()")
+            enter(hooks)
+
         length = builtins.len
 
         def length_of(value: Any) -> Any:
@@ -726,10 +737,8 @@ class Tape:
             stack.enter_context(patched(torch.autograd.Function, "apply", classmethod(applied)))
             if hasattr(torch.compiler, "set_stance"):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.keep, lambda tensor: tensor))
-            for name in _OF_GRAPHS:
-                function = getattr(torch.autograd.graph, name)
-                stack.enter_context(patched(torch.autograd.graph, name, self._noting_hooks(name, function)))
+            stack.enter_context(saved_tensors_hooks(self.keep, lambda tensor: tensor))
+            stack.enter_context(patched(saved_tensors_hooks, "__enter__", entered))
             stack.enter_context(self.fake)
             stack.enter_context(_Watch(self))
             stack.enter_context(_Functions(self))
@@ -780,6 +789,11 @@ def _is_small_and_exact(leaf: Any) -> bool:
         return False
     with torch._C.DisableTorchFunction():
         return leaf.layout is torch.strided and leaf.untyped_storage().nbytes() <= LARGEST_FROM_SIZES
+
+
+def _is_checkpoints(hooks: saved_tensors_hooks) -> bool:
+    """Whether they are those by which torch's ``checkpoint`` recomputes."""
+    return type(hooks).__module__ == torch.utils.checkpoint.__name__
 
 
 def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:

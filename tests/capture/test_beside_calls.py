@@ -272,8 +272,14 @@ def test_code_that_seeds_is_refused_or_stays_whole(kind):
         torch.testing.assert_close(run_in_order(layers, x), model(x))
 
 
+of_another_name, PackingHooks = (
+    torch.autograd.graph.register_multi_grad_hook,
+    torch.autograd.graph.saved_tensors_hooks,
+)
+
+
 class HooksGraph(nn.Module):
-    """Hangs hooks on the graph, in one of the ways that ``torch.autograd.graph`` has."""
+    """Hangs hooks on the graph, in one of the ways that torch has."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -282,22 +288,38 @@ class HooksGraph(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         graph: Any = torch.autograd.graph
         x = self.first(x)
-        if self.kind == "register_multi_grad_hook":
-            graph.register_multi_grad_hook((x,), lambda _: self.heard.append(1), mode="any")
+        if "_grad_hook" in self.kind:
+            register = graph.register_multi_grad_hook if self.kind.startswith("register") else of_another_name
+            register((x,), lambda _: self.heard.append(1), mode="any" if "any" in self.kind else "all")
             return self.last(x)
-        with (
-            graph.save_on_cpu()
-            if self.kind == "save_on_cpu"
-            else graph.saved_tensors_hooks(self.pack, lambda x: x)
-        ):
+        if "grad_fn" in self.kind or "edge" in self.kind:
+            self._hook_node(graph.get_gradient_edge(x).node if "edge" in self.kind else x.grad_fn)
             return self.last(x)
+        kept = PackingHooks if "another" in self.kind else graph.saved_tensors_hooks
+        with graph.save_on_cpu() if self.kind == "save_on_cpu" else kept(self.pack, lambda x: x):
+            return self.last(x)
+
+    def _hook_node(self, node: Any) -> None:
+        if node is None:  # in evaluation
+            return
+        assert isinstance(node, torch.autograd.graph.Node) and "Addmm" in type(node).__name__
+        node = node.next_functions[0][0] if "next" in self.kind else node
+        register = node.register_prehook if "prehook" in self.kind else node.register_hook
+        register(lambda *_: self.heard.append(1))
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         self.heard.append(1)
         return x
 
 
-@pytest.mark.parametrize("kind", ["register_multi_grad_hook", "save_on_cpu", "saved_tensors_hooks"])
+GRAPH_HOOKS = (
+    "register_multi_grad_hook any", "register_multi_grad_hook all", "another_grad_hook any",
+    "another_grad_hook all", "save_on_cpu", "saved_tensors_hooks", "another saved_tensors_hooks",
+    "grad_fn.register_hook", "grad_fn.register_prehook", "grad_fn.next_functions", "get_gradient_edge",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", GRAPH_HOOKS)
 def test_code_that_hangs_hooks_on_the_graph_stays_whole(kind):
     """It was taken apart, and the hooks ran in the capture alone."""
     model = nn.Sequential(HooksGraph(kind), nn.Linear(8, 8))
@@ -305,6 +327,41 @@ def test_code_that_hangs_hooks_on_the_graph_stays_whole(kind):
     model[0].heard.clear()
     run_in_order(layers, torch.randn(3, 8)).sum().backward()
     assert len(layers) == 2 and bool(model[0].heard) == (kind != "save_on_cpu")
+    with pytest.raises(CaptureError, match=r"registers hooks on the graph by .*such as a block, stays whole"):
+        layers_as_they_are(HooksGraph(kind), (torch.randn(3, 8),), {})
+
+
+def test_a_hook_on_a_weight_is_not_left_behind():
+    """A look at the elements of a module that stays whole left a hook on its weight."""
+
+    class Accumulating(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.heard = nn.Linear(8, 8), nn.Linear(8, 8), []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.first.weight.register_post_accumulate_grad_hook(lambda _: self.heard.append(1))
+            return self.last(self.first(x))
+
+    model = nn.Sequential(Accumulating(), nn.Linear(8, 8))
+    layers = layers_as_they_are(model, (torch.randn(3, 8),), {})
+    run_in_order(layers, torch.randn(3, 8)).sum().backward()
+    assert model[0].heard == [1]
+
+
+def test_code_that_looks_at_a_graph_is_cut():
+    """A class by which code goes is of the same name; nothing is registered."""
+
+    class Looking(HooksGraph):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            linear = x.grad_fn is not None and type(x.grad_fn).__name__ == "AddmmBackward0"
+            return self.last(x * 2 if linear else x)
+
+    model = Looking("")
+    layers = layers_as_they_are(model, (torch.randn(3, 8),), {})
+    assert len(layers) == 2
+    assert_same(model, layers, [((torch.randn(3, 8),), {})])
 
 
 class CallsGenerator:
