@@ -6,6 +6,7 @@ model again for another state of its modules.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -204,8 +205,9 @@ def _recorded(
     while True:
         try:
             recording = record(model, args, kwargs, state, call, decisions)
-            for keep in (keep_draws_that_matter, keep_state_that_matters):
-                keep(recording, lambda: record(model, args, kwargs, state, call, decisions))
+            again = functools.partial(record, model, args, kwargs, state, call, decisions)
+            keep_draws_that_matter(recording, again)
+            keep_state_that_matters(recording, again)
             return recording
         except Undecided:
             refused = [

@@ -13,7 +13,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -21,14 +21,23 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from deepspeed_partition.capture.around_elements import AroundElements
 from deepspeed_partition.capture.captured import Captured, input_names_of, without_a_cache
 from deepspeed_partition.capture.element_attributes import ElementAttributes
 from deepspeed_partition.capture.graph import Graph
 from deepspeed_partition.capture.left_behind import held_by
-from deepspeed_partition.capture.model_layers import Layers, TiedLayer, fill
+from deepspeed_partition.capture.model_layers import FoundLayer, Layers, TiedLayer, fill
+from deepspeed_partition.capture.outside_layers import refuse_hooks
 from deepspeed_partition.capture.program import ShapeError
 from deepspeed_partition.capture.recorder import DECIDES, CaptureError, DrawsApartError, patched
-from deepspeed_partition.capture.structure import Structure, build, flatten, holds_tensors, names_of
+from deepspeed_partition.capture.structure import (
+    Structure,
+    build,
+    flatten,
+    has_same_names,
+    holds_tensors,
+    names_of,
+)
 from deepspeed_partition.capture.weights_without_data import flags_of, put_flags_back
 from deepspeed_partition.kept_weights import weights_kept
 from deepspeed_partition.tensor_values import put_back
@@ -46,6 +55,8 @@ class _Tensor:
 _TENSOR = _Tensor()
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Where torch keeps the hooks on the gradient of a tensor."""
+_OF_BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
+HALF_CALLED = "which would see the gradients of the code behind its elements alone"
 _OF_A_COPY = {"_parameters", "_buffers", "_modules", "training", "forward"}
 """What a copy of a module has for itself; hosts put something in the place of ``forward``."""
 
@@ -201,8 +212,8 @@ class Coarse:
             with self.context(), _gaps(outside, called):
                 outside(*args, **kwargs)
         except _Reached as reached:
-            leaves, _ = flatten(reached.arguments)
-            self._verify(0, leaves)
+            leaves, structure = flatten(reached.arguments)
+            self._verify(0, leaves, structure)
             return (*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *inputs, random)
         raise ShapeError(f"{type(self.model).__name__} did not call {self.elements[0].name} for this batch")
 
@@ -221,10 +232,9 @@ class Coarse:
                 leaf = passed[leaf.place]
             leaves.append(leaf)
         args, kwargs = build(element.structure, leaves)
-        leaves, _ = flatten(module(*args, **kwargs))
-        if len(leaves) != len(element.returned) or not all(
-            map(_is_same, _without_tensors(leaves), element.returned)
-        ):
+        leaves, structure = flatten(module(*args, **kwargs))
+        same = len(leaves) == len(element.returned) and has_same_names(structure, element.returned_structure)
+        if not same or not all(map(_is_same, _without_tensors(leaves), element.returned)):
             raise ShapeError(
                 f"{element.name} returned other values beside tensors than when the layers were found: {WAY_OUT}"
             )
@@ -245,10 +255,10 @@ class Coarse:
             if place != len(run):
                 raise self._left_out(len(run))
             run.append(place)
-            leaves, _ = flatten((args, kwargs))
+            leaves, structure = flatten((args, kwargs))
             if place == 0:
                 given.extend(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-            self._verify(place, leaves, given, unknown)
+            self._verify(place, leaves, structure, given, unknown)
             unknown.clear()
             element, made = self.elements[place], iter(passed)
             leaves = []
@@ -291,18 +301,21 @@ class Coarse:
         found = _without_tensors(leaves)
         if self.returned is None:
             self.returned, self.returned_structure = found, structure
-        elif len(found) != len(self.returned) or not all(map(_is_same, found, self.returned)):
+        elif not has_same_names(structure, self.returned_structure or structure) or not all(
+            map(_is_same, found, self.returned)
+        ):
             raise ShapeError(
                 f"{type(self.model).__name__} returns other values beside tensors for this batch than when its "
                 f"layers were found: let it return tensors, or {WAY_OUT}"
             )
 
     def _verify(
-        self, place: int, leaves: Sequence[Any], given: Sequence[Any] | None = None, passed: Sequence[Any] = ()
-    ) -> None:
+        self, place: int, leaves: Sequence[Any], structure: Structure, given: Sequence[Any] | None = None,
+        passed: Sequence[Any] = (),
+    ) -> None:  # fmt: skip
         """Refuse a batch for which an element is given something else than in the first run."""
         element = self.elements[place]
-        same = len(leaves) == len(element.leaves)
+        same = len(leaves) == len(element.leaves) and has_same_names(structure, element.structure)
         for leaf, expected in zip(leaves, element.leaves, strict=False):
             if isinstance(expected, Given):
                 same &= isinstance(leaf, torch.Tensor) and (given is None or leaf is given[expected.place])
@@ -366,6 +379,8 @@ class CoarseRecipe:
     running: Coarse | None = None
     outside: None = None
     """The model's own code runs, and reads what is there."""
+    parts: dict[str, nn.Module] = field(default_factory=dict)
+    """The model's modules around the elements whose code runs in copies of them."""
 
     @property
     def now(self) -> Coarse:
@@ -378,6 +393,7 @@ class CoarseRecipe:
 
     def program(self, number: int, _: nn.Module) -> _Before | _After:
         """What the first layer runs, or the last one: the code around the elements."""
+        refuse_hooks(self.parts, _OF_BACKWARD, HALF_CALLED)
         return _After(self) if number else _Before(self)
 
     def __deepcopy__(self, _: Any) -> CoarseRecipe:
@@ -400,7 +416,7 @@ class _After:
         return self.recipe.now.after(outside, inputs)
 
 
-class ElementLayer(nn.Module):
+class ElementLayer(FoundLayer):
     """One element of the run, under its own name."""
 
     def __init__(self, recipe: CoarseRecipe, place: int, modules: Any) -> None:
@@ -421,13 +437,18 @@ class ElementLayer(nn.Module):
         return self._recipe.now.element(self._place, module, tensors)
 
 
-class OutsideLayer(nn.Module):
-    """The code around the elements, where it has no weights to tie."""
+class OutsideLayer(FoundLayer):
+    """The code around the elements, where it has no trained weights to tie."""
 
     def __init__(self, recipe: CoarseRecipe, number: int, shared: nn.Module) -> None:
         super().__init__()
         self._recipe, self._number, self.shared = recipe, number, shared
         self.training = shared.training
+
+    @property
+    def cut_off(self) -> list[str]:
+        """All of its parameters, of which the first rank and the last one have a copy each."""
+        return [name for name, _ in self.named_parameters()]
 
     def forward(self, inputs: Any) -> Any:
         return self._recipe.program(self._number, self.shared).run(self.shared, inputs)
@@ -475,7 +496,8 @@ def coarse_layers(
         coarse.notes += notes
         modules = dict(model.named_modules())
         outside, coarse.copied = _without(model, [element.name for element in coarse.elements])
-        recipe = CoarseRecipe(coarse)
+        recipe = CoarseRecipe(coarse, parts={name: model.get_submodule(name) for name in coarse.copied})
+        refuse_hooks(recipe.parts, _OF_BACKWARD, HALF_CALLED)
         elements = [ElementLayer(recipe, place, modules) for place in range(len(coarse.elements))]
         plain = [OutsideLayer(recipe, 0, outside), *elements, OutsideLayer(recipe, len(elements) + 1, outside)]
         try:
@@ -636,7 +658,7 @@ def _is_under_checkpoint(frame: FrameType | None) -> bool:
 
 @contextmanager
 def _put_back(model: nn.Module) -> Iterator[None]:
-    """Put back the random numbers, attributes and buffers that a run with data changes.
+    """Put back the random numbers, attributes, buffers and other tensors that a run with data changes.
 
     So are weights that a module writes which changes a buffer or a flag of its own, as where it notes that they
     are set, and that flag; and hooks on weights.
@@ -657,6 +679,7 @@ def _put_back(model: nn.Module) -> Iterator[None]:
 
     devices = sorted({tensor.device.index or 0 for tensor in model.parameters() if tensor.is_cuda})
     held = held_by(model, None, ())
+    plain = [(tensor, tensor.detach().clone()) for _, tensor in held.tensors() if id(tensor) not in values]
     weights = [(weight, name) for weight in model.parameters() for name in _HOOKS]
     hooks = [(weight, name, set(_hooks_on(weight, name))) for weight, name in weights]
     with held.put_back(), torch.random.fork_rng(devices=devices), torch.no_grad():
@@ -668,7 +691,7 @@ def _put_back(model: nn.Module) -> Iterator[None]:
                 for name, buffer in table.items():
                     if not isinstance(module, torch.jit.ScriptModule) and module._buffers.get(name) is not buffer:
                         module._buffers[name] = buffer
-            for buffer, value in buffers:
+            for buffer, value in (*buffers, *plain):
                 put_back(buffer, value)
             for weight, name, before in hooks:
                 for key in _hooks_on(weight, name).keys() - before:
@@ -714,22 +737,43 @@ def _try_out(model: nn.Module, coarse: Coarse, layers: Sequence[nn.Module], args
         (module, module.training) for module in (*model.modules(), *(m for each in layers for m in each.modules()))
     ]
     attributes = ElementAttributes({each.name: model.get_submodule(each.name) for each in coarse.elements})
+    outside = next(layer.shared for layer in layers if isinstance(layer, OutsideLayer))
+    around = AroundElements(model, {name: outside.get_submodule(name) for name in coarse.copied})
+
+    def run_layers(args: Any, kwargs: Any) -> Any:
+        passed: Any = coarse.inputs_of(*args, **kwargs)
+        torch.manual_seed(0)
+        for layer in layers:
+            is_element = isinstance(layer, ElementLayer)
+            watches = (
+                (attributes.of_elements_noted(), around.of_elements_noted())
+                if is_element
+                else (attributes.refused(), around.noted())
+            )
+            with watches[0], watches[1]:
+                passed = layer(passed)
+        return coarse.inputs_of(passed)
+
+    def run_model(args: Any, kwargs: Any) -> Any:
+        torch.manual_seed(0)
+        return coarse.inputs_of(model(*args, **kwargs))
+
     try:
-        for training in (False, True):
+        # What is kept for the next run is seen in that one, for other samples.
+        once = [(args, kwargs)]
+        for training, batches in ((False, once), (True, once), (True, [*once, _turned_round(args, kwargs)])):
+            if len(batches) > 1 and not around.changed:
+                continue
             for each in (model, *layers):
                 each.train(training)
             with _put_back(model):
-                torch.manual_seed(0)
-                expected = coarse.inputs_of(model(*args, **kwargs))
+                expected = [run_model(*batches[0])]
+                with suppress(Exception):  # of other samples
+                    expected += [run_model(*each) for each in batches[1:]]
                 changed = {name: buffer.clone() for name, buffer in model.named_buffers()}
             with _put_back(model):
-                torch.manual_seed(0)
-                passed: Any = coarse.inputs_of(*args, **kwargs)
                 try:
-                    for layer in layers:
-                        is_element = isinstance(layer, ElementLayer)
-                        with attributes.of_elements_noted() if is_element else attributes.refused():
-                            passed = layer(passed)
+                    actual = [run_layers(*each) for each in batches[: len(expected)]]
                 except CaptureError:
                     raise
                 except Exception as error:
@@ -738,13 +782,23 @@ def _try_out(model: nn.Module, coarse: Coarse, layers: Sequence[nn.Module], args
                 buffers = dict(model.named_buffers())
                 if any(not torch.equal(changed[name], buffers[name]) for name in changed.keys() & buffers.keys()):
                     raise CaptureError("the code around its elements changes a buffer, and would change it twice")
-            actual = coarse.inputs_of(passed)
-            same = len(actual) == len(expected) and all(map(_close, actual, expected))
-            if not same:
+            is_same = [
+                len(one) == len(other) and all(map(_close, one, other))
+                for one, other in zip(actual, expected, strict=True)
+            ]
+            around.refuse(differs=not is_same[-1] and bool(around.changed))
+            if not all(is_same):
                 raise CaptureError("its layers return something else than it does")
+        coarse.notes += around.notes(coarse.elements[0].name)
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def _turned_round(args: Any, kwargs: Any) -> Any:
+    """Arguments with the last of their samples first."""
+    leaves, structure = flatten((args, kwargs))
+    return build(structure, [leaf.flip(0) if _is_tensor(leaf) and leaf.dim() else leaf for leaf in leaves])
 
 
 def _close(actual: torch.Tensor, expected: torch.Tensor) -> bool:

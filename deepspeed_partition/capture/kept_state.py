@@ -6,34 +6,141 @@ and what it reads of the attributes that it sets is noted: what it has not yet s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
+import torch
 from torch import nn
 
 from deepspeed_partition.capture.element_attributes import attributes_noted, of_class, subclass_of
-from deepspeed_partition.capture.left_behind import is_no_librarys
-from deepspeed_partition.capture.recording import AttributeSet, Recording
+from deepspeed_partition.capture.left_behind import Left, is_no_librarys
+from deepspeed_partition.capture.reads_in_code import ReadsInCode
+from deepspeed_partition.capture.recording import AttributeSet, Call, InPlace, Recording, Ref, Template
+from deepspeed_partition.capture.sizes import dimensions_in
+from deepspeed_partition.capture.weights_without_data import storage_of
 from deepspeed_partition.code_names import CodeSearch, forward_of
-from deepspeed_partition.names_of_forward import loads_attribute
 
 KEEPS = "its code keeps {} for its next run"
 
 
-def keep_state_that_matters(recording: Recording, again: Callable[[], Recording]) -> None:
+def keep_state_that_matters(recording: Recording, again: Callable[[Sequence[Left]], Recording]) -> None:
     """Keep modules whole whose code keeps something for its next run, and note what the model's own code keeps.
 
     Args:
-        again: Records the same once more.
+        again: Records the same once more, which begins with what a run has left behind.
     """
-    for owner, name in _kept(recording, again) if recording.sets else ():
+    _keep_changed_in_place(recording)
+    if not recording.sets and not recording.left:
+        return
+    numbers = {key for key, each in recording.sets.items() if type(each.value) in (int, float)}
+    second: Recording | None = None
+    # Where a table is missing that a number stands for, it may raise, and nothing more is known.
+    with _reads_noted(recording.modules, recording.sets, numbers) as read, suppress(Exception):
+        second = again(recording.left)
+    for owner, name in _kept(recording, numbers, read, second.sets if second is not None else {}):
         each = recording.sets[owner, name]
-        shown = written_name(owner, name)
-        if each.scope is recording.root:
-            recording.kept[shown] = each.line
-        else:
-            each.scope.why_whole = each.scope.why_whole or KEEPS.format(f"{shown} ({each.line})")
+        _keep(recording, each.scope, written_name(owner, name), each.line)
+    if second is not None:
+        _keep_left(recording, second)
+
+
+def _keep_left(recording: Recording, second: Recording) -> None:
+    """Note what a second run reads in containers and variables of what the first one has left there."""
+    scopes = {call.target: call for call in _modules_in(recording.root)}
+    kept = set()
+    for call, value, line in _uses_in(second.root, second.begun_with):
+        kept.add(second.begun_with[value])
+        _keep(recording, scopes.get(call.target, recording.root), second.begun_with[value], line)
+    for each in recording.left:
+        filling = second.filled_by.get(each.written)
+        if filling is None:
+            continue
+        filling = scopes.get(filling.target, recording.root)
+        if _counts(each, second, recording.modules[filling.target]):
+            _keep(recording, filling, each.written, "")
+        elif kept.isdisjoint(each.members):
+            recording.unfilled.setdefault(each.written, filling)
+
+
+def _counts(left: Left, second: Recording, setting: nn.Module) -> bool:
+    """Whether numbers that code reads are others after each run."""
+    later = next((each.members for each in second.left if each.is_of(left)), {})
+    numbers = {shown: value for shown, value in later.items() if type(value) in (int, float)}
+    changed = [shown for shown, value in numbers.items() if left.members.get(shown) != value]
+    return bool(changed) and left.is_read(reads_of(setting), changed)
+
+
+def reads_of(*parts: nn.Module) -> ReadsInCode:
+    """What the code of modules reads."""
+    search = CodeSearch(is_no_librarys)
+    for part in parts:
+        search.read(forward_of(part), type(part))
+    return ReadsInCode(search.functions)
+
+
+def _modules_in(call: Call) -> Iterator[Call]:
+    yield call
+    for inner in call.calls:
+        if inner.is_module:
+            yield from _modules_in(inner)
+
+
+def _uses_in(call: Call, values: Container[int]) -> Iterator[tuple[Call, int, str]]:
+    """Where code uses some values: the module whose code does, the value, and the line."""
+    for inner in call.calls:
+        yield from ((call, value, inner.where) for value in inner.given.refs() if value in values)
+        if inner.is_module:
+            yield from _uses_in(inner, values)
+    dimensions = (size for each in call.conditions for size in dimensions_in(each.expression))
+    yield from ((call, each.value, call.where) for each in dimensions if getattr(each, "value", None) in values)
+    returned = call.returned.refs() if call.returned is not None else []
+    yield from ((call, value, call.where) for value in returned if value in values)
+
+
+def _keep(recording: Recording, scope: Call, shown: str, line: str) -> None:
+    """Note that the code of a module keeps something."""
+    if scope is recording.root:
+        recording.kept.setdefault(shown, line)
+    else:
+        scope.why_whole = scope.why_whole or KEEPS.format(shown + f" ({line})" * bool(line))
+
+
+def _keep_changed_in_place(recording: Recording) -> None:
+    """Note tensors that are neither weights nor buffers, and that code changes in place and reads."""
+    for shown, each in recording.in_place.items():
+        if each.calls:
+            reading = next((line for line in _lines_that_read(recording, recording.root, each)), None)
+            if reading is None:
+                recording.unfilled.setdefault(shown, each.scopes[0])
+            else:
+                _keep(recording, each.scopes[0], shown, reading)
+
+
+def _lines_that_read(recording: Recording, call: Call, changed: InPlace) -> Iterator[str]:
+    """The lines that read a tensor for more than to change it, or to look at it otherwise."""
+
+    def is_it(leaf: Any) -> bool:
+        return _memory_of(recording, leaf) in changed.memories
+
+    for inner in call.calls:
+        if inner.is_module:
+            yield from _lines_that_read(recording, inner, changed)
+        is_read = any(map(is_it, _leaves(inner.given))) and not any(map(is_it, _leaves(inner.returned)))
+        if is_read and not any(inner is each for each in changed.calls):
+            yield inner.where
+    if any(map(is_it, _leaves(call.returned))):
+        yield call.where
+
+
+def _leaves(template: Template | None) -> Sequence[Any]:
+    return () if template is None else template.leaves
+
+
+def _memory_of(recording: Recording, leaf: Any) -> int | None:
+    if isinstance(leaf, torch.Tensor):
+        return storage_of(leaf)
+    return recording.values[leaf.value].storage if isinstance(leaf, Ref) else None
 
 
 def written_name(owner: str, name: str) -> str:
@@ -41,31 +148,23 @@ def written_name(owner: str, name: str) -> str:
     return ".".join(filter(None, ("self", owner, name)))
 
 
-def _kept(recording: Recording, again: Callable[[], Recording]) -> list[tuple[str, str]]:
+def _kept(
+    recording: Recording, numbers: set[tuple[str, str]], read: Container[tuple[str, str]],
+    second: Mapping[tuple[str, str], AttributeSet],
+) -> list[tuple[str, str]]:  # fmt: skip
     """The attributes that a second run reads before it sets them; the numbers that it sets to others again.
 
-    A number that code only counts, or notes, is none: processes may count otherwise.
+    A number that code only counts, or shows, is none: processes may count otherwise.
     """
-    numbers = {key for key, each in recording.sets.items() if type(each.value) in (int, float)}
-    second: Mapping[tuple[str, str], AttributeSet] = {}
-    # Where a table is missing that a number stands for, it may raise, and nothing more is known.
-    with _reads_noted(recording.modules, recording.sets, numbers) as read, suppress(Exception):
-        second = again().sets
     counted = {
         (owner, name)
         for owner, name in numbers & second.keys()
         if second[owner, name].value != recording.sets[owner, name].value
-        and _is_read(recording.modules[owner], recording.modules[recording.sets[owner, name].scope.target], name)
+        and reads_of(
+            recording.modules[owner], recording.modules[recording.sets[owner, name].scope.target]
+        ).has_attribute(name)
     }
     return [key for key in recording.sets if key in (counted if key in numbers else read)]
-
-
-def _is_read(owner: nn.Module, setting: nn.Module, name: str) -> bool:
-    """Whether the code of a module, or of the one that sets its attribute, reads that."""
-    search = CodeSearch(is_no_librarys)
-    for part in (owner, setting):
-        search.read(forward_of(part), type(part))
-    return any(loads_attribute(function.__code__, name) for function in search.functions)
 
 
 @contextmanager

@@ -8,17 +8,21 @@ hangs on modules stay, as transformers 5 does when a model is first called, and 
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 
 from deepspeed_partition.cached_results import CACHE, without_added
+from deepspeed_partition.capture.reads_in_code import ReadsInCode
 from deepspeed_partition.code_names import LIBRARIES, CodeSearch, forward_of
 from deepspeed_partition.generators import members_of
 
@@ -35,53 +39,128 @@ def held_by(model: nn.Module, call: Any, arguments: Any) -> Held:
     Args:
         call: What is run in the place of the model; None: nothing is.
     """
-    held = Held()
-    held.add((model, arguments), _DEPTH + 1)
+    names = {id(part): ".".join(filter(None, ("self", name))) for name, part in model.named_modules()}
+    held = Held(names)
+    held.add(model, _DEPTH, "self")
+    held.add(arguments, _DEPTH, "the arguments")
     held.add_names_of({type(part): forward_of(part) for part in model.modules()}, call)
     return held
 
 
-class Held:
-    """The contents of modules, containers, objects, variables and caches, as they are when they are added."""
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What a run has left in a container or an object, or in a variable."""
 
-    def __init__(self) -> None:
-        self._tables: list[tuple[Any, Any]] = []
+    written: str
+    """What it is called."""
+    table: Any
+    """A container, or the variables among which it is one."""
+    key: str | None
+    """The variable; None for a container."""
+    member: str
+    """How a member is called, behind the container."""
+    before: Any
+    after: Any
+
+    def is_of(self, other: Left) -> bool:
+        """Whether another run has left something at the same place."""
+        return self.table is other.table and self.key == other.key
+
+    @property
+    def now(self) -> Any:
+        """What is there now, to be compared."""
+        if self.key is not None:
+            return id(self.table.get(self.key))
+        return [*map(id, self.table.values())] if isinstance(self.table, dict) else [*map(id, self.table)]
+
+    @property
+    def members(self) -> dict[Any, Any]:
+        """What is there that was not, by how it is called."""
+        if self.key is not None:
+            return {self.written: self.after}
+        if isinstance(self.after, dict):
+            before = self.before
+            changed = {key: now for key, now in self.after.items() if key not in before or before[key] is not now}
+            return {self.written + self.member.format(key): now for key, now in changed.items()}
+        before = dict(enumerate(self.before))
+        new = [(place, now) for place, now in enumerate(self.after) if before.get(place, self) is not now]
+        return {self.written + self.member.format(place): now for place, now in new}
+
+    def is_read(self, reads: ReadsInCode, members: Iterable[str]) -> bool:
+        """Whether code reads some of its members."""
+        if self.key is not None:
+            return reads.has_variable(self.key) or reads.has_attribute(self.key)
+        names = re.findall(r"\w+", self.written)
+        if self.member == ".{}":
+            return any(reads.has_attribute(shown.rpartition(".")[2]) for shown in members)
+        keys = reads.keys_of(names[-1])
+        return keys is None or any(f"[{key!r}]" in shown for key in keys for shown in members)
+
+    def put_in(self, stand_in: Callable[[Any], Any]) -> None:
+        """Leave it there again, with something in the place of each member."""
+        if self.key is not None:
+            self.table[self.key] = stand_in(self.after)
+        elif isinstance(self.after, dict):
+            _put_back(self.table, {key: stand_in(each) for key, each in self.after.items()}, flags_stay=False)
+        else:
+            _put_back(self.table, list(map(stand_in, self.after)), flags_stay=False)
+
+
+class Held:
+    """The contents of modules, containers, objects, variables and caches, as they are when they are added.
+
+    Args:
+        names: What modules are called, by their numbers.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self._names = names
+        self._tables: list[tuple[str, Any, str, Any]] = []
+        self._of_modules: set[int] = set()
         self._hooks: list[tuple[Mapping[Any, Any], dict[Any, Any]]] = []
-        self._variables: list[tuple[MutableMapping[str, Any], str, Any]] = []
+        self._variables: list[tuple[str, MutableMapping[str, Any], str, Any]] = []
         self._caches: list[Callable[[], None]] = []
         self._seen: dict[int, Any] = {}
+        self._tensors: list[tuple[str, torch.Tensor]] = []
+        self.left: list[Left] = []
+        """What was there when all was put back, and was not there before; but for attributes of modules."""
 
-    def add(self, value: Any, depth: int) -> None:
+    def add(self, value: Any, depth: int, written: str) -> None:
         """Add what a value holds, if it is a module, a container, a cache or an object of the program's."""
+        if isinstance(value, torch.Tensor):
+            self._tensors.append((written, value))
         if not depth or id(value) in self._seen or isinstance(value, str | int | float | torch.Tensor | None):
             return
         self._seen[id(value)] = value
         if isinstance(value, CACHE):
             self._caches.append(without_added(value))
         elif isinstance(value, nn.Module):
+            written = self._names.get(id(value), written)
             hooks = [table for name, table in vars(value).items() if name in _TABLES_OF_HOOKS]
+            weights = [value._parameters, value._buffers, value._modules]
             self._seen.update((id(table), table) for table in hooks)
             self._hooks += [(table, dict(table)) for table in hooks]
-            self._add_table(vars(value), _DEPTH + 1)
+            self._of_modules.update(map(id, (vars(value), *weights)))
+            self._add_table(vars(value), _DEPTH + 1, written, ".{}")
         elif isinstance(value, tuple):
-            self._add_each(value, depth)
+            self._add_each(_numbered(value), depth, written, "[{}]")
         elif isinstance(value, dict | list | set | deque):
-            self._add_table(value, depth)
+            self._add_table(value, depth, written, "[{!r}]")
         elif isinstance(value, partial):
-            self._add_each((value.func, value.args, value.keywords), depth + 1)
+            self._add_each(_numbered((value.func, value.args, value.keywords)), depth + 1, written, "")
         elif (table := members_of(value)) is not None:
-            self._add_table(table, depth)
+            self._add_table(table, depth, written, ".{}")
         elif callable(value) and is_no_librarys(type(value).__module__) and isinstance(value, Hashable):
-            self._add_each(getattr(value, "__dict__", {}).values(), depth)
+            self._add_each(getattr(value, "__dict__", {}).items(), depth, written, ".{}")
 
-    def _add_table(self, table: Any, depth: int) -> None:
+    def _add_table(self, table: Any, depth: int, written: str, member: str) -> None:
         before = dict(table) if isinstance(table, dict) else list(table)
-        self._tables.append((table, before))
-        self._add_each(table.values() if isinstance(table, dict) else table, depth)
+        self._tables.append((written, table, member, before))
+        self._add_each(table.items() if isinstance(table, dict) else _numbered(table), depth, written, member)
 
-    def _add_each(self, members: Iterable[Any], depth: int) -> None:
-        for member in list(members)[:_MOST_MEMBERS]:
-            self.add(member, depth - 1)
+    def _add_each(self, members: Iterable[tuple[Any, Any]], depth: int, written: str, member: str) -> None:
+        for key, value in list(islice(members, _MOST_MEMBERS)):
+            self.add(value, depth - 1, written + member.format(key))
 
     def add_names_of(self, methods: Mapping[type, Any], function: Any) -> None:
         """Add the variables that code, and the functions that it calls, read of files, classes and functions."""
@@ -89,16 +168,28 @@ class Held:
         search.read(function, None)
         for kind, method in methods.items():
             search.read(method, kind)
-        for cache in search.caches.values():
-            self.add(cache, _DEPTH)
+        for written, cache in search.caches.items():
+            self.add(cache, _DEPTH, written)
         for name in search.found.values():
-            self._variables.append((name.table, name.key, name.value))
-            self.add(name.value, _DEPTH)
+            self._variables.append((name.written, name.table, name.key, name.value))
+            self.add(name.value, _DEPTH, name.written)
 
     def has(self, value: Any) -> bool:
         """Whether an object was there."""
         is_common = value is torch.default_generator or value in torch.cuda.default_generators
         return is_common or id(value) in self._seen
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors that were there, but for parameters, with what each is called."""
+        seen = {id(each[1]): each for each in self._tensors if not isinstance(each[1], nn.Parameter)}
+        return iter(seen.values())
+
+    @cached_property
+    def of_storage(self) -> dict[int, str]:
+        """What tensors are called that were there, by the memory in which they lie."""
+        dense = [each for each in self._tensors if each[1].layout is torch.strided]
+        with torch._C.DisableTorchFunction():
+            return {tensor.untyped_storage()._cdata: name for name, tensor in reversed(dense)}
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
@@ -108,12 +199,28 @@ class Held:
         finally:
             for drop in self._caches:
                 drop()
+            self.left = list(self.left_now())
             have_hooks = any(not _is_same(table, before) for table, before in self._hooks)
-            for table, before in self._tables:
+            for _, table, _, before in self._tables:
                 _put_back(table, before, flags_stay=have_hooks)
-            for table, key, value in self._variables:
+            for _, table, key, value in self._variables:
                 if table.get(key) is not value and not isinstance(value, Iterator):
                     table[key] = value
+
+    def left_now(self) -> Iterator[Left]:
+        """What is there, and was not there before; but for attributes of modules."""
+        for written, table, member, before in self._tables:
+            is_same = _is_same(table, before) if isinstance(table, dict) else _are_same(table, before)
+            if not is_same and id(table) not in self._of_modules:
+                after = dict(table) if isinstance(table, dict) else list(table)
+                yield Left(written, table, None, member, before, after)
+        for written, table, key, value in self._variables:
+            if key in table and table[key] is not value:
+                yield Left(written, table, key, "", value, table[key])
+
+
+def _numbered(members: Iterable[Any]) -> Iterable[tuple[int, Any]]:
+    return enumerate(list(members))
 
 
 def is_no_librarys(module: str | None) -> bool:

@@ -50,7 +50,16 @@ class Branch(nn.Module):
         raise RuntimeError("this part of a captured model is run by its layer")
 
 
-class CapturedLayer(nn.Module):
+class FoundLayer(nn.Module):
+    """A layer of a model that was not written as a list of layers."""
+
+    @property
+    def cut_off(self) -> list[str]:
+        """The parameters that were frozen when layers were made, and would not be trained as in one process."""
+        return []
+
+
+class CapturedLayer(FoundLayer):
     """Consecutive calls of a captured model.
 
     Its children are the user's own modules under their own names, so ``state_dict()`` has the user's names. It
@@ -73,6 +82,13 @@ class CapturedLayer(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(self._recipe.names[self._number])
+
+    @property
+    def cut_off(self) -> list[str]:
+        """The parameters that were frozen when the model was captured, and that no gradient reaches since."""
+        frozen = set(self._recipe.frozen)
+        own = (name for name, _ in self.named_parameters() if name in frozen)
+        return [name for name in own if self._recipe.is_cut_off(name)]
 
     @property
     def recipe(self) -> Recipe:
@@ -352,12 +368,10 @@ def cut_off_weights(layers: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
         layers: by their names, any layers.
     """
     return {
-        f"{name}.{own}": weight
+        f"{name}.{own}": layer.get_parameter(own)
         for name, layer in layers.items()
-        if isinstance(layer, CapturedLayer)
-        for frozen in [set(layer.recipe.frozen)]
-        for own, weight in layer.named_parameters()
-        if own in frozen and layer.recipe.is_cut_off(own)
+        if isinstance(layer, FoundLayer)
+        for own in layer.cut_off
     }
 
 

@@ -10,11 +10,13 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from deepspeed_partition.capture.captured import Captured
 from deepspeed_partition.capture.kept_state import written_name
 from deepspeed_partition.capture.left_behind import is_no_librarys
+from deepspeed_partition.capture.reads_in_code import ReadsInCode
 from deepspeed_partition.capture.recorder import OF_HOSTS, CaptureError
 from deepspeed_partition.code_names import LIBRARIES, CodeSearch, forward_of
 from deepspeed_partition.generators import members_of
@@ -28,8 +30,13 @@ _MOST_MEMBERS = 100
 """Members of a dict up to which each is looked at before each run of a layer."""
 _PLAIN = frozenset((bool, int, float, complex, str, type(None)))
 CHANGES = (
-    "{} is {} now and was {} when the code that reads it was written down as layers: it is written down anew for "
-    "each change, which takes about as long as making them; a tensor among the model's arguments may change"
+    "{} when the code that reads {} was written down as layers: it is written down anew for each change, which "
+    "takes about as long as making them; a tensor among the model's arguments may change"
+)
+UNCALLED = "which no layer calls"
+UNFILLED = (
+    "{} stays what it is while layers run, into which the code of {} is cut that changes it: let the model return "
+    "what is kept there, or a module of its own keep it"
 )
 
 
@@ -46,9 +53,10 @@ class OutsideLayers:
         self._opened = {name: modules[name] for name in names}
         self._hooks = [vars(part)[table] for part in self._opened.values() for table in MODULE_HOOKS]
         # What a run sets itself before it reads it may be anything beforehand.
-        sets = {(id(vars(modules[owner])), name) for owner, name in captured.graph.recording.sets}
+        recording = captured.graph.recording
+        sets = {f"{written_name(*each)}" for each in recording.sets} | {each.written for each in recording.left}
         every = [read for name, part in self._opened.items() for read in _read_by(name, part)]
-        self._read = [read for read in every if (id(read.table), read.key) not in sets]
+        self._read = [read for read in every if sets.isdisjoint((read.written, read.reader))]
         self.tell: Callable[[str], object] = lambda sentence: None
         """Is given what a user should be told once."""
 
@@ -58,16 +66,8 @@ class OutsideLayers:
         Raises:
             CaptureError: a program has hung one on.
         """
-        if not any(self._hooks):
-            return
-        for name, part in self._opened.items():
-            for kind, hook in _hooks_of(part):
-                place = f"{name} ({type(part).__name__})" if name else type(part).__name__
-                raise CaptureError(
-                    f"{place} has a {kind} hook ({_name_of(hook)}), which no layer calls, for the code of "
-                    f"{name or 'the model'} is cut into layers: register it on modules that it calls, such as its "
-                    "blocks, before layers are made"
-                )
+        if any(self._hooks):
+            refuse_hooks(self._opened)
 
     def changes(self) -> str:
         """Take what code reads for what it is now; return what has changed since it was read, or nothing."""
@@ -76,8 +76,30 @@ class OutsideLayers:
             return ""
         self._read = [read._replace(value=read.now) for read in self._read]
         first = changed[0]
-        self.tell(CHANGES.format(first.written, repr(first.now), repr(first.value)))
-        return f"{first.written} is {first.now!r} now and was {first.value!r}"
+        self.tell(CHANGES.format(first.compared, first.reader))
+        return first.now_in_words
+
+
+def refuse_hooks(
+    parts: Mapping[str, nn.Module], kinds: Container[str] = MODULE_HOOKS, why: str = UNCALLED
+) -> None:
+    """Refuse the program's hooks on modules whose code is cut into layers.
+
+    Args:
+        parts: The modules, by their names in the model.
+        kinds: Where torch keeps the hooks that are meant.
+        why: What is wrong with them.
+
+    Raises:
+        CaptureError: there is one.
+    """
+    for name, part in parts.items():
+        for kind, hook in _hooks_of(part, kinds):
+            place = f"{name} ({type(part).__name__})" if name else type(part).__name__
+            raise CaptureError(
+                f"{place} has a {kind} hook ({_name_of(hook)}), {why}, for the code of {name or 'the model'} is "
+                "cut into layers: register it on modules that it calls, such as its blocks, before layers are made"
+            )
 
 
 def refuse_kept_state(captured: Captured) -> None:
@@ -87,8 +109,9 @@ def refuse_kept_state(captured: Captured) -> None:
         CaptureError: it does; the message names the line.
     """
     for name, line in captured.graph.recording.kept.items():
+        where = f" ({line})" * bool(line)
         raise CaptureError(
-            f"{type(captured.model).__name__} keeps {name} for its next run ({line}), and the layers that its "
+            f"{type(captured.model).__name__} keeps {name} for its next run{where}, and the layers that its "
             "code is cut into begin each run with what that was in the capture: let a module of its own keep and "
             "read it, or take it as an argument and return it"
         )
@@ -98,6 +121,9 @@ def notes_on_attributes(captured: Captured) -> Iterator[str]:
     """What is lost of attributes that code sets which is cut into layers, one sentence for each."""
     graph = captured.graph
     opened = {"", *(name for name, _ in graph.opened)}
+    for shown, scope in graph.recording.unfilled.items():
+        if scope.target in opened:
+            yield UNFILLED.format(shown, scope.target or "the model")
     for (owner, name), each in graph.recording.sets.items():
         if each.scope.target in opened and type(each.value) not in (int, float):
             yield (
@@ -107,48 +133,109 @@ def notes_on_attributes(captured: Captured) -> Iterator[str]:
 
 
 class _Read(NamedTuple):
-    """A number, a string or the like that code reads of an attribute, or of what is in one."""
+    """A number, a string, a tensor or the like that code reads of an attribute, a variable, or what is in one.
+
+    A list is compared by its members.
+    """
 
     table: Mapping[str, Any]
     key: str
     written: str
+    reader: str
+    """What is read: itself, or a dict of which any entry may be."""
     value: Any
 
     @property
     def now(self) -> Any:
-        return self.table.get(self.key)
+        return _taken(self.table.get(self.key))
 
     @property
     def is_changed(self) -> bool:
-        now = self.now
-        return now is not self.value and (type(now) not in _PLAIN or bool(now != self.value))
+        return not _is_same(self.now, self.value)
+
+    @property
+    def now_in_words(self) -> str:
+        """What it is now, and was."""
+        now, was = self.now, self.value
+        if _is_plain(now) and _is_plain(was):
+            return f"{self.written} is {now!r} now and was {was!r}"
+        return f"{self.written} is another {'tensor' if isinstance(now, torch.Tensor) else 'value'} now"
+
+    @property
+    def compared(self) -> str:
+        """The same, before ``when``."""
+        return self.now_in_words + " than" * (not _is_plain(self.now) or not _is_plain(self.value))
 
 
 def _read_by(path: str, part: nn.Module) -> Iterator[_Read]:
-    """What the code of a module reads of its attributes that stands for itself, two objects or dicts deep."""
+    """What the code of a module reads of its attributes, two objects or dicts deep, and of variables of files."""
     search = CodeSearch(is_no_librarys)
     search.read(forward_of(part), type(part))
+    reads = ReadsInCode(search.functions)
+    names = {name for name in search.written.difference(OF_HOSTS) if reads.has_attribute(name)}
     written = ".".join(filter(None, ("self", path)))
-    yield from _plain_values(vars(part), search.written.difference(OF_HOSTS), written, 2)
+    yield from _plain_values(vars(part), names, written, reads, 2)
+    for name in search.found.values():
+        if name.key in names or reads.has_variable(name.key):
+            yield from _values_of(name.table, name.key, name.written, reads, 1)
 
 
 def _plain_values(
-    table: Mapping[str, Any], names: Container[str] | None, written: str, depth: int
+    table: Mapping[str, Any], names: Container[str], written: str, reads: ReadsInCode, depth: int
 ) -> Iterator[_Read]:
-    for key, value in list(table.items()):
-        if not isinstance(key, str) or (names is not None and key not in names):
-            continue
-        if type(value) in _PLAIN:
-            yield _Read(table, key, f"{written}.{key}", value)
-        elif depth and isinstance(value, dict) and len(value) <= _MOST_MEMBERS:
-            yield from _plain_values(value, None, f"{written}.{key}", depth - 1)
-        elif depth and (members := members_of(value)) is not None:
-            yield from _plain_values(members, names, f"{written}.{key}", depth - 1)
+    for key in list(table):
+        if key in names:
+            yield from _values_of(table, key, f"{written}.{key}", reads, depth)
 
 
-def _hooks_of(part: nn.Module) -> Iterator[tuple[str, Any]]:
+def _values_of(
+    table: Mapping[str, Any], key: str, written: str, reads: ReadsInCode, depth: int
+) -> Iterator[_Read]:
+    """What a value stands for, or its members."""
+    value = table.get(key)
+    taken = _taken(value)
+    if taken is not _NOT_TAKEN:
+        yield _Read(table, key, written, written, taken)
+    elif depth and isinstance(value, dict) and len(value) <= _MOST_MEMBERS:
+        keys = reads.keys_of(key)
+        for member in list(value) if keys is None else [member for member in keys if member in value]:
+            if isinstance(member, str):
+                for read in _values_of(value, member, f"{written}[{member!r}]", reads, depth - 1):
+                    yield read if keys is not None else read._replace(reader=written)
+    elif depth and (members := members_of(value)) is not None:
+        names = {name for name in members if reads.has_attribute(name)}
+        yield from _plain_values(members, names, written, reads, depth - 1)
+
+
+_NOT_TAKEN = object()
+"""What stands for what is not looked at."""
+
+
+def _taken(value: Any) -> Any:
+    """What is compared of a value."""
+    if _is_plain(value) or isinstance(value, torch.Tensor):
+        return value
+    is_list = type(value) in (list, tuple) and len(value) <= _MOST_MEMBERS
+    return (type(value), *value) if is_list and all(map(_is_member, value)) else _NOT_TAKEN
+
+
+def _is_member(value: Any) -> bool:
+    return _is_plain(value) or isinstance(value, torch.Tensor)
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN
+
+
+def _is_same(now: Any, was: Any) -> bool:
+    if type(now) is tuple and type(was) is tuple:
+        return len(now) == len(was) and all(map(_is_same, now, was))
+    return now is was or (type(now) in _PLAIN and type(was) in _PLAIN and bool(now == was))
+
+
+def _hooks_of(part: nn.Module, kinds: Container[str]) -> Iterator[tuple[str, Any]]:
     for table, kind in MODULE_HOOKS.items():
-        for hook in vars(part)[table].values():
+        for hook in vars(part)[table].values() if table in kinds else ():
             if _named(hook).__module__.partition(".")[0] not in _LIBRARIES:
                 yield kind, hook
 

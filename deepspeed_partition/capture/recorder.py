@@ -14,7 +14,7 @@ import inspect
 import itertools
 import logging
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -35,7 +35,7 @@ from torch.utils.flop_counter import flop_registry
 
 from deepspeed_partition.capture.decisions import Overwritten, Undecided, hang, must_be, must_stay
 from deepspeed_partition.capture.draws import Draws
-from deepspeed_partition.capture.left_behind import held_by
+from deepspeed_partition.capture.left_behind import Held, Left, held_by
 from deepspeed_partition.capture.noted_graph import asked_by_torch, noted
 from deepspeed_partition.capture.recording import (
     Attribute,
@@ -43,6 +43,7 @@ from deepspeed_partition.capture.recording import (
     Call,
     Device,
     Effects,
+    InPlace,
     Recording,
     Ref,
     SizeOf,
@@ -133,7 +134,7 @@ _HANG_HOOKS = (
     torch.Tensor.register_post_accumulate_grad_hook,
     torch.Tensor.retain_grad,
 )
-_SEEDING = [
+SEEDING = [
     (owner, name)
     for owner in (torch, torch.random, torch.cuda, torch.cuda.random)
     for kind in ("fork_rng", "manual_seed", "seed", "set_rng_state")
@@ -160,10 +161,10 @@ class Tape:
         call: Callable[..., Any] | None,
         decisions: Sequence[bool] = (),
         computes: bool = True,
-        is_held: Callable[[Any], bool] = lambda value: True,
+        held: Held | None = None,
     ) -> None:
         self.decisions, self._num_decisions = decisions, 0
-        self._computes, self._is_held = computes, is_held
+        self._computes, self._held = computes, Held({}) if held is None else held
         self._computed: set[int] = set()
         self.model, self.device, self.state = model, device, state
         self.call = call or model
@@ -188,6 +189,43 @@ class Tape:
         self._of_data: set[int] = set()
         """The values that are not made of sizes and buffers alone."""
         self._sets: dict[tuple[str, str], AttributeSet] = {}
+        self._left: dict[int, str] = {}
+        """The values that another run has left behind, and what each is called."""
+        self._filled: list[tuple[Left, Any]] = []
+        """What another run has filled, and what was there when it was last looked at."""
+        self._filled_by: dict[str, Call] = {}
+        self._in_place: dict[str, InPlace] = {}
+        """The tensors of the program, by what they are called, that are neither weights nor buffers."""
+
+    # What another run has left behind
+
+    def begin_with(self, left: Sequence[Left]) -> None:
+        """Let containers and variables hold what another run has left there, which is then told from all else."""
+        for each in left:
+            names = {id(leaf): name for name, value in each.members.items() for leaf in flatten(value)[0]}
+            each.put_in(functools.partial(self._stand_in, names))
+        self._filled = [(each, each.now) for each in left]
+
+    def _note_fills(self) -> None:
+        """Note that the code that runs has filled what another run has filled, too."""
+        for place, (each, before) in enumerate(self._filled):
+            if each.now != before:
+                self._filled_by.setdefault(each.written, self._scopes[-1])
+                self._filled[place] = each, each.now
+
+    def _stand_in(self, names: Mapping[int, str], value: Any) -> Any:
+        leaves, structure = flatten(value)
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, FakeTensor):
+                leaves[place] = self.input(leaf)
+                self._left[self._value_of[id(leaves[place])]] = names.get(id(leaf), "")
+        return build(structure, leaves) if any(isinstance(leaf, FakeTensor) for leaf in leaves) else value
+
+    def is_of_batch(self, left: Left) -> bool:
+        """Whether what a run has left is made of a batch, or a number."""
+        leaves = [leaf for member in left.members.values() for leaf in flatten(member)[0]]
+        values = (self._value_of.get(id(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return any(type(leaf) in (int, float) for leaf in leaves) or not self._of_data.isdisjoint(values)
 
     def input(self, tensor: torch.Tensor) -> Any:
         """A tensor without data, in the place of an argument."""
@@ -246,7 +284,7 @@ class Tape:
             return SizeOf(leaf.expression)
         if isinstance(leaf, torch.device) and leaf == self.device:
             return Device()
-        if isinstance(leaf, torch.Generator) and not self._is_held(leaf):
+        if isinstance(leaf, torch.Generator) and not self._held.has(leaf):
             self._seeds("torch.Generator()")
         if isinstance(leaf, types.FunctionType | functools.partial) and _closes_over_tensors(leaf):
             self._whole("a function is handed on that holds tensors")
@@ -359,10 +397,14 @@ class Tape:
     def _function_called(self, func: Any, given: Template, effects: Effects, out: Any) -> None:
         leaves, _ = flatten(out)
         self.weights.written |= effects.mutated & self.weights.of_storage.keys()
+        mutated = set(effects.mutated)
         effects.mutated &= self._known_storages | self.weights.of_storage.keys()
         if not effects.mutated and not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            if mutated:
+                self._note_in_place(Call(0, (), func, given), mutated)
             return
         call = Call(next(self._time), self._numbers(), func, given, effects=effects, context=self._context())
+        self._note_in_place(call, mutated)
         call.returned = self.template(out, time=call.time)
         call.end, call.where, call.in_checkpoint = call.time, model_line(), bool(self._region)
         if effects.random or any(map(self._is_of_data, _with_values(func, given.leaves))):
@@ -370,6 +412,21 @@ class Tape:
         if getattr(func, "__name__", "") in ("lt", "__lt__"):
             self._remember_comparison(given, call.returned)
         self._scopes[-1].calls.append(call)
+
+    def _note_in_place(self, call: Call, mutated: set[int]) -> None:
+        """Note which tensors of the program code changes that are neither weights nor buffers."""
+        for leaf in call.given.leaves:
+            shown = self._held.of_storage.get(storage_of(leaf)) if isinstance(leaf, torch.Tensor) else None
+            if shown is not None:
+                memories = self._in_place.setdefault(shown, InPlace(set())).memories
+                self._inside += 1  # what follows is no call of the model's
+                self._kept.append(self.fake.from_tensor(leaf))
+                self._inside -= 1
+                memories.update((storage_of(leaf), storage_of(self._kept[-1])))
+        for each in self._in_place.values() if mutated else ():
+            if not mutated.isdisjoint(each.memories):
+                each.scopes.append(self._scopes[-1])
+                each.calls.append(call)
 
     def _is_of_data(self, leaf: Any) -> bool:
         """Whether a leaf of a template is a weight, or a tensor that is not made of sizes and buffers alone."""
@@ -517,6 +574,7 @@ class Tape:
             return call(module, *args, **kwargs)
         scope = self.opened(name, args, kwargs)
         self._note_draws()
+        self._note_fills()
         recomputes_itself = type(module).__call__ is not nn.Module.__call__
         scope.recomputed, self._region = bool(self._region) and not recomputes_itself, 0
         self._scopes[-1].calls.append(scope)
@@ -531,6 +589,7 @@ class Tape:
             out = self._run_alone(scope, module, args, kwargs, error)
             self.draws.forget()
         finally:
+            self._note_fills()
             self._scopes.pop()
             self._region = int(region)
         return self.closed(scope, out)
@@ -721,7 +780,7 @@ class Tape:
             return length(value)
 
         with ExitStack() as stack:
-            for owner, name in _SEEDING:
+            for owner, name in SEEDING:
                 stack.enter_context(patched(owner, name, self._noting_seeds(name, getattr(owner, name))))
             stack.enter_context(patched(builtins, "len", length_of))
             stack.enter_context(patched(builtins, "range", CountedRange))
@@ -763,12 +822,14 @@ class Tape:
             # A step may draw behind its last call, what it makes a loss of.
             if not self._is_steps():
                 self._note_draws(getattr(inspect.unwrap(self.model.forward), "__code__", None))
+        self._note_fills()
         self._scopes.pop()
         self.closed(root, out)
         return Recording(
             root, self.values, inputs, self.weights.of_storage, self.weights.by_name,
             dict(self.model.named_modules()), self.device, self.weights.dtypes,
             self.weights.first_names, self._sets,
+            begun_with=self._left, filled_by=self._filled_by, in_place=self._in_place,
         )  # fmt: skip
 
     def _call_model(self, args: Any, kwargs: Any) -> Any:
@@ -851,6 +912,7 @@ def record(
     state: State | None = None,
     call: Callable[..., Any] | None = None,
     decisions: Sequence[bool] = (),
+    left: Sequence[Left] = (),
 ) -> Recording:
     """Run a model's ``forward`` once without data.
 
@@ -858,31 +920,34 @@ def record(
         state: The types of weights, where they are others than the model's now.
         call: What is run in the place of the model: a function that calls it, or modules of it.
         decisions: What is supposed where the model's own code asks whether a tensor is true; the layers verify it.
+        left: What another run has left behind, and this one begins with.
 
     Raises:
         Exception: whatever its code raises without data.
     """
     try:
-        return _record(model, args, kwargs, state or State(), call, decisions, computes=True)
+        return _record(model, args, kwargs, state or State(), call, decisions, left, computes=True)
     except Overwritten:
-        return _record(model, args, kwargs, state or State(), call, decisions, computes=False)
+        return _record(model, args, kwargs, state or State(), call, decisions, left, computes=False)
 
 
 def _record(
     model: nn.Module, args: Any, kwargs: Any, state: State, call: Callable[..., Any] | None,
-    decisions: Sequence[bool], *, computes: bool,
+    decisions: Sequence[bool], left: Sequence[Left], *, computes: bool,
 ) -> Recording:  # fmt: skip
     device = state.device or device_of(model, args, kwargs)
     held = held_by(model, call, (args, kwargs))
-    tape = Tape(model, device, state, call, decisions, computes, held.has)
+    tape = Tape(model, device, state, call, decisions, computes, held)
     quiet = logging.getLogger("torch._subclasses.fake_tensor")
     level = quiet.level
     quiet.setLevel(logging.CRITICAL)
     try:
         with held.put_back(), torch.random.fork_rng(devices=[]), tape.weights.in_place():
+            tape.begin_with(left)
             recording = tape.run(args, kwargs)
     finally:
         quiet.setLevel(level)
+    recording.left = [each for each in held.left if tape.is_of_batch(each)]
     for path, weight, flag in tape.weights.set_once:
         raise CaptureError(SETS_ONCE.format(weight=f"{path}.{weight}", flag=f"{path}.{flag}"))
     return recording

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed_partition.capture.left_behind import Left
 from deepspeed_partition.capture.sizes import Condition
 from deepspeed_partition.capture.structure import Structure
 
@@ -137,6 +138,17 @@ class AttributeSet:
 
 
 @dataclass(slots=True)
+class InPlace:
+    """A tensor of the program that code changes in place."""
+
+    memories: set[int]
+    """Its storages, with data and without."""
+    scopes: list[Call] = field(default_factory=list)
+    """The modules whose code does, once for each change."""
+    calls: list[Call] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Recording:
     """A model's calls for one set of arguments."""
 
@@ -157,3 +169,13 @@ class Recording:
     """What modules' code sets, by the name of the module that gets it and of the attribute."""
     kept: dict[str, str] = field(default_factory=dict)
     """What the model's own code sets and its next run reads, as ``self.state``, each with its line."""
+    left: list[Left] = field(default_factory=list)
+    """What the run has left of the batch in containers and variables."""
+    begun_with: dict[int, str] = field(default_factory=dict)
+    """The values that the run before has left, and what each is called."""
+    filled_by: dict[str, Call] = field(default_factory=dict)
+    """The modules whose code fills what the run before has filled, by what that is called."""
+    in_place: dict[str, InPlace] = field(default_factory=dict)
+    """What code changes of tensors that are neither weights nor buffers, by what these are called."""
+    unfilled: dict[str, Call] = field(default_factory=dict)
+    """What code fills, or changes, and does not read in its next run, with the module whose code does."""

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from deepspeed_partition.capture import CaptureError
+from deepspeed_partition.capture.model_layers import FoundLayer
 from deepspeed_partition.engine.captured_model import layers_of_elements
 from deepspeed_partition.engine.pipeline.shared_weights import TiedModule
 from deepspeed_partition.kept_weights import weights_kept
@@ -108,10 +109,12 @@ class CoarseCall(CapturedCall):
             self.inputs(args, kwargs)
         except OtherCallError:
             return False
-        return self._weights == list(map(id, self.model.parameters()))
+        return self._weights == list(map(id, self.model.parameters())) and not self.is_cut_off()
 
     def is_cut_off(self) -> bool:
-        return False
+        """Whether weights around the elements were all frozen when layers were found, and one is trained now."""
+        layers = [layer for layer in self.layers if isinstance(layer, FoundLayer)]
+        return any(layer.get_parameter(name).requires_grad for layer in layers for name in layer.cut_off)
 
     def follow_modes(self) -> None:
         """Let the code around the elements run in the modes that the model's own modules have."""

@@ -487,7 +487,7 @@ class Scaling(nn.Module):
 
 CHANGED: dict[str, Callable[[Scaling, float], None]] = {
     "self.scale": lambda model, value: setattr(model, "scale", value),
-    "self.options.scale": lambda model, value: model.options.update(scale=value),
+    "self.options['scale']": lambda model, value: model.options.update(scale=value),
     "self.kept.scale": lambda model, value: setattr(model.kept, "scale", value),
 }
 
@@ -514,6 +514,224 @@ def test_a_number_by_which_other_tensors_cross_boundaries_is_refused():
     model.is_deep = True
     with pytest.raises(CaptureError, match=r"^self\.is_deep is True now and was False: the code that reads it"):
         run_in_order(layers, torch.randn(3, 8))
+
+
+class Keeper(nn.Module):
+    """Does something with what its first layer makes, and with what it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.features: list[Any] = []
+        self.table: dict[str, Any] = {"num_runs": 0, "other": 0}
+        self.held, self.running, self.num_runs, self.factors = Kept(), torch.zeros(8), 0, [1.0, 2.0]
+        self.held.seen = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.change(self.first(x)))
+
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+OF_FILE = {"seen": None}
+SEEN: Any = torch.zeros(8)
+NUM_RUNS, FACTOR = 0, 1.0
+
+
+class Appends(Keeper):
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        self.features.append(x.detach())
+        return x + self.features[-1].mean()
+
+
+class FillsTable(Keeper):
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        self.table["seen"] = x.detach()
+        return x
+
+
+class SetsOfObject(Keeper):
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        self.held.seen = x.detach()
+        return x
+
+
+class SetsVariable(Keeper):
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        global SEEN
+        SEEN = x.detach()
+        return x
+
+
+class FillsOfFile(Keeper):
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        OF_FILE["seen"] = x.detach()
+        return x
+
+
+class ChangesInPlace(Keeper):
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        self.running.mul_(0.9).add_(x.detach().mean(0))
+        return x
+
+
+class CountsInTable(Keeper):
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        self.table["num_runs"] += 1
+        return x
+
+
+REMAINING: dict[str, type[Keeper]] = {
+    "features": Appends, "table": FillsTable, "held": SetsOfObject, "SEEN": SetsVariable, "OF_FILE": FillsOfFile,
+    "running": ChangesInPlace, "table ": CountsInTable,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REMAINING)
+def test_what_code_changes_beside_attributes_is_told(name):
+    """Lists, dicts, objects, variables and plain tensors stayed what they were in the capture, in silence."""
+    for model in (REMAINING[name](), nn.Sequential(REMAINING[name](), nn.Linear(8, 8))):
+        layers = layers_as_they_are(model, (torch.randn(3, 8),), {})
+        own = "self." * name.islower() + "0." * (name.islower() and len(layers) == 3) + name.strip()
+        [told] = [note for note in layers.captured.notes if note.startswith(own)]
+        assert f"{own} stays what it is while layers run" in told
+        assert_same(model, layers, [((torch.randn(3, 8),), {})])
+    OF_FILE["seen"] = None
+
+
+class ReadsFirst(Keeper):
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        self.features.append(x.detach().mean(0))
+        return x + self.features[0]
+
+
+class ReadsTable(Keeper):
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.table.get("seen")
+        self.table["seen"] = x.detach().mean(0)
+        return x if before is None else x + before
+
+
+class ReadsObject(Keeper):
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        before, self.held.seen = self.held.seen, x.detach().mean(0)
+        return x if before is None else x + before
+
+
+class ReadsVariable(Keeper):
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        global SEEN
+        before, SEEN = SEEN, x.detach().mean(0)
+        return x + before
+
+
+class ReadsChanged(Keeper):
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        self.running.data.mul_(0.9).add_(x.detach().mean(0))
+        return x - self.running
+
+
+class ReadsCount(Keeper):
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        self.table["num_runs"] += 1
+        return x * 2 if self.table["num_runs"] > 2 else x
+
+
+class ReadsLength(Keeper):
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        self.factors.append(1.5)
+        return x * len(self.factors)
+
+
+class ReadsCountOfFile(Keeper):
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        global NUM_RUNS
+        NUM_RUNS += 1
+        return x * NUM_RUNS
+
+
+READING: dict[str, type[Keeper]] = {
+    "self.features[0]": ReadsFirst, "self.table['seen']": ReadsTable, "self.held.seen": ReadsObject,
+    "SEEN": ReadsVariable, "self.running": ReadsChanged, "self.table": ReadsCount, "self.factors": ReadsLength,
+    "NUM_RUNS": ReadsCountOfFile,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READING)
+def test_what_code_keeps_beside_attributes_is_refused_or_stays_whole(name):
+    """The layers read what was there in the capture: lists, dicts, objects, variables, plain tensors."""
+    global SEEN, NUM_RUNS
+    SEEN, NUM_RUNS = torch.zeros(8), 0
+    refusal = rf"^{READING[name].__name__} keeps {re.escape(name)} for its next run.*: let a module of its own"
+    with pytest.raises(CaptureError, match=refusal):
+        layers_as_they_are(READING[name](), (torch.randn(3, 8),), {})
+    model, batches = nn.Sequential(READING[name](), nn.Linear(8, 8)), [torch.randn(3, 8) for _ in range(4)]
+    alone, layers = copy.deepcopy(model), layers_as_they_are(model, (torch.randn(3, 8),), {})
+    expected = [alone(x) for x in batches]
+    SEEN, NUM_RUNS = torch.zeros(8), 0
+    torch.testing.assert_close([run_in_order(layers, x) for x in batches], expected)
+
+
+class ReadsHeld(Keeper):
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.running) * self.factors[0] * FACTOR
+
+
+def test_tensors_lists_and_variables_that_code_reads_may_change():
+    """They stayed what they were in the capture, in silence."""
+    global FACTOR
+    model, told = ReadsHeld(), list[str]()
+    layers, x = layers_as_they_are(model, (torch.randn(3, 8),), {}), torch.randn(3, 8)
+    layers.recipe.outside.tell = told.append
+    torch.testing.assert_close(run_in_order(layers, x), model(x))
+    model.running = torch.ones(8)
+    torch.testing.assert_close(run_in_order(layers, x), model(x))
+    model.factors[0] = 3.0
+    torch.testing.assert_close(run_in_order(layers, x), model(x))
+    FACTOR = 2.0
+    torch.testing.assert_close(run_in_order(layers, x), model(x))
+    assert [each.partition(" when ")[0] for each in told] == [
+        "self.running is another tensor now than", "self.factors is another value now than",
+        "FACTOR is 2.0 now and was 1.0",
+    ]  # fmt: skip
+
+
+class Shows(Keeper):
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        if self.num_runs % 2 == 1:
+            print("run", self.num_runs, f"{self.table['num_runs']:.1f}")
+        return x * (1 + self.table["other"])
+
+
+def test_a_number_that_code_only_shows_may_change_without_a_recording(capsys):
+    """Each step recorded the model anew, where a script counted what its code only prints."""
+    model, told = Shows(), list[str]()
+    layers, x = layers_as_they_are(model, (torch.randn(3, 8),), {}), torch.randn(3, 8)
+    layers.recipe.outside.tell = told.append
+    programs = layers.recipe.programs
+    for _ in range(3):
+        model.num_runs += 1
+        model.table["num_runs"] += 1
+        run_in_order(layers, x)
+    assert layers.recipe.programs is programs and not told
+    model.table["other"] = 1
+    torch.testing.assert_close(run_in_order(layers, x), model(x))
+    assert len(told) == 1 and told[0].startswith("self.table['other'] is 1 now and was 0 when the code that reads")
+
+
+class Sums(Keeper):
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        return x * sum(self.table.values())
+
+
+def test_of_a_dict_that_code_reads_as_a_whole_that_is_told():
+    model, told = Sums(), list[str]()
+    layers, x = layers_as_they_are(model, (torch.randn(3, 8),), {}), torch.randn(3, 8)
+    layers.recipe.outside.tell = told.append
+    model.table["other"] = 1
+    torch.testing.assert_close(run_in_order(layers, x), model(x))
+    assert "when the code that reads self.table was written down" in told[0]
 
 
 class Recomputing(nn.Module):

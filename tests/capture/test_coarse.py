@@ -11,8 +11,9 @@ pytest.importorskip("torch")
 import torch
 from torch import nn
 
-from deepspeed_partition.capture import CaptureError
+from deepspeed_partition.capture import CaptureError, ShapeError
 from deepspeed_partition.capture.coarse import coarse_layers
+from deepspeed_partition.capture.model_layers import cut_off_weights
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 
@@ -53,6 +54,160 @@ class Deciding(nn.Module):
         if self.around == "counts":
             x = x * len(self.blocks[1].linear.all_seen)
         return x
+
+
+FEATURES: list[Any] = []
+
+
+class Keeping(Deciding):
+    """Keeps something in the code around its blocks, or seeds there, in one of several ways."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.num_runs, self.running = kind, 0, torch.zeros(8)
+        self.features: list[Any] = []
+        self.state: Any = None
+        self.num_seen = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.isnan().any():
+            return x
+        if self.kind == "state":
+            x, self.state = x if self.state is None else x + self.state, x.detach().mean(0)
+        elif self.kind == "running":
+            self.running.mul_(0.5).add_(x.detach().mean(0))
+            x = x - self.running
+        elif self.kind == "of its file":
+            FEATURES.append(x.detach())
+            x = x * len(FEATURES)
+        elif self.kind == "num_runs":
+            self.num_runs += 1
+            x = x * (2 if self.num_runs > 5 else 1)
+        elif self.kind == "seeds":
+            torch.manual_seed(1)
+            x = x + torch.randn(8)
+        elif self.kind == "filled":
+            self.features.append(x.detach())
+        elif self.kind == "set":
+            self.state = x.detach()
+        elif self.kind == "counted":
+            self.num_seen += 1
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    "kind, sentence",
+    [
+        ("state", "code around its elements keeps self.state for its next run"),
+        ("running", "code around its elements keeps self.running for its next run"),
+        ("of its file", "code around its elements keeps FEATURES for its next run"),
+        ("num_runs", "code around its elements keeps self.num_runs for its next run"),
+        ("seeds", r"sets the state of random generators by manual_seed\(\) \(.*test_coarse.*elements draw"),
+    ],
+)
+def test_what_code_around_blocks_keeps_or_seeds_is_refused(kind, sentence):
+    """It was kept on a copy, and was gone in the next run, or kept twice; what it seeds is on another rank."""
+    model = Keeping(kind)
+    if kind == "seeds":
+        for block in model.blocks:
+            block.linear = nn.Sequential(block.linear, nn.Dropout())
+            block.linear.scale, block.linear.all_seen = 1.0, []
+    with pytest.raises(CaptureError, match=sentence):
+        layers_of(model)
+    FEATURES.clear()
+
+
+@pytest.mark.parametrize("kind, name", [("filled", "features"), ("set", "state"), ("counted", "num_seen")])
+def test_what_code_around_blocks_changes_is_told(kind, name):
+    model = Keeping(kind)
+    layers = layers_of(model)
+    told = [
+        note for note in layers.captured.notes if f"self.{name} is changed by the code around blocks.0" in note
+    ]
+    assert len(told) == 1
+    passed = X
+    for layer in layers:
+        passed = layer(passed)
+    torch.testing.assert_close(passed, model(X))
+
+
+def test_code_around_blocks_that_seeds_for_itself_is_run():
+    passed, model = X, Keeping("seeds")
+    for layer in layers_of(model):
+        passed = layer(passed)
+    torch.testing.assert_close(passed, model(X))
+
+
+@pytest.mark.parametrize(
+    "register", [nn.Module.register_full_backward_hook, nn.Module.register_full_backward_pre_hook]
+)
+def test_a_hook_on_the_backward_of_code_around_blocks_is_refused(register):
+    """It was given the gradients of the last layer alone."""
+
+    def note(*_: Any) -> None: ...
+
+    model = Deciding()
+    layers = layers_of(model)
+    handle = register(model, note)
+    with pytest.raises(
+        CaptureError, match=r"Deciding has a backward.* hook \(note\), which would see the gradients"
+    ):
+        layers[-1](X)
+    handle.remove()
+    register(model, note)
+    with pytest.raises(CaptureError, match=r"Deciding has a backward.* hook \(note\)"):
+        layers_of(model)
+
+
+def test_a_hook_on_the_forward_of_code_around_blocks_is_called():
+    model, passed = Deciding(), X
+    model.register_forward_hook(lambda module, given, output: 2 * output)
+    for layer in layers_of(model):
+        passed = layer(passed)
+    torch.testing.assert_close(passed, model(X))
+
+
+class ReturnsNames(Block):
+    def forward(self, x: Any) -> Any:
+        x = x["b"] if isinstance(x, dict) and "b" in x else x["a"] if isinstance(x, dict) else x
+        return {"b" if x.sum() > 1000 else "a": super().forward(x)}
+
+
+class OfNames(Deciding):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ReturnsNames() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.isnan().any():
+            return x
+        found: Any = x
+        for block in self.blocks:
+            found = block(found)
+        return self.head(found["a"]) if "a" in found else -self.head(found["b"])
+
+
+def test_other_names_that_a_block_returns_are_refused():
+    """The code behind the blocks was given the names of the example."""
+    layers, passed = layers_of(OfNames()), X + 1e4
+    with pytest.raises(ShapeError, match=r"blocks\.0 returned other values"):
+        for layer in layers:
+            passed = layer(passed)
+
+
+def test_weights_around_blocks_that_are_unfrozen_later_are_cut_off():
+    """The first layer and the last one trained a copy each."""
+    model = Deciding()
+    model.head.requires_grad_(False)
+    layers = layers_of(model)
+    assert not any(weight.requires_grad for weight in cut_off_weights({"0": layers[0]}).values())
+    model.head.requires_grad_(True)
+    assert [*cut_off_weights({"4": layers[-1], "1": layers[1]})] == [
+        "4.shared.head.weight", "4.shared.head.bias",
+    ]  # fmt: skip
+    assert all(weight.requires_grad for weight in cut_off_weights({"4": layers[-1]}).values())
 
 
 def layers_of(model: nn.Module) -> Any:

@@ -1,0 +1,138 @@
+"""What the code around elements changes for its next run, and whether it seeds what elements draw from.
+
+That code runs in the first layer and again in the last one, on copies of the model's modules that have the
+attributes of these. So what it sets there is gone in its next run, and what it fills is filled twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed_partition.capture.element_attributes import attributes_noted
+from deepspeed_partition.capture.kept_state import reads_of, written_name
+from deepspeed_partition.capture.left_behind import held_by
+from deepspeed_partition.capture.recorder import OF_HOSTS, SEEDING, CaptureError, patched
+from deepspeed_partition.capture.source_lines import model_line
+from deepspeed_partition.capture.structure import flatten
+from deepspeed_partition.tensor_values import bytes_view
+
+KEEPS = (
+    "the code around its elements keeps {} for its next run, and that runs on copies of the model, in the first "
+    "layer and in the last one: let an element keep it, or take it as an argument and return it"
+)
+SEEDS = (
+    "the code around its elements sets the state of random generators by {}, from which its elements draw on "
+    "other ranks: make what is drawn so once, in __init__() and as a buffer"
+)
+CHANGES = (
+    "{} is changed by the code around {} and its followers, which runs in the first layer and again in the last "
+    "one, on copies of the model: it is not what it is in one process, so let the model return the value where "
+    "something reads it"
+)
+
+
+class AroundElements:
+    """Notes what the code around elements does beside passing on tensors.
+
+    Args:
+        model: The model.
+        copies: The modules in which that code runs, by the names of those that they are copies of.
+    """
+
+    def __init__(self, model: nn.Module, copies: Mapping[str, nn.Module]) -> None:
+        self._model = model
+        self._names = {part: name for name, part in copies.items()}
+        self.changed: dict[str, None] = {}
+        self._counted: dict[str, None] = {}
+        """Those that are numbers, and that code reads."""
+        self._seeds = ""
+        self._elements_draw = False
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note what the code around elements changes meanwhile, and where it seeds."""
+        held = held_by(self._model, None, ())
+        buffers = set(map(id, self._model.buffers()))
+        plain = [(name, each, each.detach().clone()) for name, each in held.tensors() if id(each) not in buffers]
+        before: dict[tuple[nn.Module, str], Any] = {}
+
+        def note(owner: nn.Module, name: str) -> None:
+            if owner in self._names and name not in (*OF_HOSTS, *owner._buffers):
+                before.setdefault((owner, name), vars(owner).get(name))
+
+        with ExitStack() as stack:
+            stack.enter_context(attributes_noted(note))
+            for owner, name in SEEDING:
+                stack.enter_context(patched(owner, name, self._noting_seeds(name, getattr(owner, name))))
+            yield
+        for (part, name), value in before.items():
+            now = vars(part).get(name)
+            shown = written_name(self._names[part], name)
+            if type(now) in (int, float) and now != value:
+                self.changed[shown] = None
+                if reads_of(part).has_attribute(name):
+                    self._counted[shown] = None
+            elif _has_tensors(now):
+                self.changed[shown] = None
+        self.changed.update(
+            dict.fromkeys(
+                name
+                for name, tensor, value in plain
+                if not torch.equal(bytes_view(tensor.detach()), bytes_view(value))
+            )
+        )
+        for left in held.left_now():
+            members = list(left.members.values())
+            if any(map(_has_tensors, members)) or any(type(each) in (int, float) for each in members):
+                self.changed[left.written] = None
+
+    @contextmanager
+    def of_elements_noted(self) -> Iterator[None]:
+        """Note whether an element draws random numbers meanwhile."""
+        states = _states()
+        yield
+        self._elements_draw |= not all(map(torch.equal, states, _states()))
+
+    def refuse(self, *, differs: bool) -> None:
+        """Refuse what layers would do otherwise than the model.
+
+        Args:
+            differs: Whether they have, in a second run.
+
+        Raises:
+            CaptureError: something is kept that matters, or seeded.
+        """
+        kept = list(self.changed if differs else self._counted)
+        if kept:
+            raise CaptureError(KEEPS.format(" or ".join(kept[:3])))
+        if self._seeds and self._elements_draw:
+            raise CaptureError(SEEDS.format(self._seeds))
+
+    def notes(self, element: str) -> list[str]:
+        """What a user should be told of what is changed, one sentence for each."""
+        return [CHANGES.format(shown, element) for shown in self.changed]
+
+    def _noting_seeds(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            if not sys._getframe(1).f_globals.get("__name__", "").startswith(__package__ or ""):
+                self._seeds = self._seeds or f"{name}() ({model_line()})"
+            return function(*args, **kwargs)
+
+        return noting
+
+
+def _has_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in flatten(value)[0])
+
+
+def _states() -> list[torch.Tensor]:
+    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *on_devices]
