@@ -12,6 +12,7 @@ nothing: it is recorded again with the smallest and the largest numbers, and com
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import itertools
 import random
@@ -226,6 +227,11 @@ def _modules_in(call: Call) -> Iterator[Call]:
     for inner in call.calls:
         if inner.is_module:
             yield from _modules_in(inner)
+
+
+def digest_of(root: Call) -> str:
+    """What is the same for two recordings of the same calls, on whichever processes."""
+    return hashlib.sha256(repr(_signature(root)).encode()).hexdigest()
 
 
 def _signature(call: Call) -> Any:

@@ -28,7 +28,7 @@ from deepspeed_partition.capture.outside_layers import OutsideLayers
 from deepspeed_partition.capture.partition import flow_of, programs_of
 from deepspeed_partition.capture.program import Program
 from deepspeed_partition.capture.recorder import CaptureError
-from deepspeed_partition.capture.recording import Attribute
+from deepspeed_partition.capture.recording import Attribute, Recording
 from deepspeed_partition.capture.weights_without_data import State
 
 MOST_NAMED = 3
@@ -196,7 +196,7 @@ class OtherCall:
     programs: dict[Any, list[Program]] = field(default_factory=dict)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Recipe:
     """What all layers of a model need to know: the programs for each state in which they may be run."""
 
@@ -210,6 +210,10 @@ class Recipe:
     """What the layers run; None: the call that they were made of."""
     outside: OutsideLayers | None = None
     """What is verified before a layer runs; None where a host does that."""
+    recorded: Recording | None = None
+    """What the layers have run last; None: nothing yet."""
+    _recordings: dict[Any, Recording] = field(default_factory=dict)
+    """What was recorded since the layers were made, for each state."""
     _stale: tuple[dict[Any, list[Program]], str] = field(default_factory=lambda: ({}, ""))
     """The programs before the last change of what code reads, and that change in words."""
 
@@ -294,11 +298,13 @@ class Recipe:
             self.outside.verify()
             if change := self.outside.changes():
                 self._stale, self.programs = (self.programs, change), {}
+                self._recordings = {}
         running = self.running or self
         state = self._state(number, module)
         if state not in running.programs:
             running.programs[state] = self._captured_again(running.captured, *state)
             self._verify_ends(state)
+        self.recorded = self._recordings.get(state, self.captured.graph.recording)
         return running.programs[state][number]
 
     def _verify_ends(self, state: tuple[Any, ...]) -> None:
@@ -358,6 +364,7 @@ class Recipe:
             for module, mode in modes:
                 module.training = mode
         captured.changed(graph, training)
+        self._recordings[training, changed, autocast] = graph.recording
         return programs_like(self, graph, captured.input_names)
 
 

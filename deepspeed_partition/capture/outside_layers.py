@@ -57,6 +57,8 @@ class OutsideLayers:
         sets = {f"{written_name(*each)}" for each in recording.sets} | {each.written for each in recording.left}
         every = [read for name, part in self._opened.items() for read in _read_by(name, part)]
         self._read = [read for read in every if sets.isdisjoint((read.written, read.reader))]
+        self.changed = {read.written: read.in_words for read in self._read}
+        """What was read, or has changed since, and was not yet compared with other ranks, in words."""
         self.tell: Callable[[str], object] = lambda sentence: None
         """Is given what a user should be told once."""
 
@@ -75,6 +77,7 @@ class OutsideLayers:
         if not changed:
             return ""
         self._read = [read._replace(value=read.now) for read in self._read]
+        self.changed |= {read.written: read._replace(value=read.now).in_words for read in changed}
         first = changed[0]
         self.tell(CHANGES.format(first.compared, first.reader))
         return first.now_in_words
@@ -152,6 +155,11 @@ class _Read(NamedTuple):
     @property
     def is_changed(self) -> bool:
         return not _is_same(self.now, self.value)
+
+    @property
+    def in_words(self) -> str:
+        """What it was, for another process."""
+        return repr(self.value) if _is_plain(self.value) else type(self.value).__name__
 
     @property
     def now_in_words(self) -> str:

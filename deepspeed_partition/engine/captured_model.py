@@ -12,6 +12,7 @@ from deepspeed_partition.capture import Captured, CaptureError, Layers, layers_a
 from deepspeed_partition.capture.coarse import coarse_layers
 from deepspeed_partition.capture.model_layers import TiedLayer
 from deepspeed_partition.engine.pipeline.shared_weights import TiedModule
+from deepspeed_partition.engine.pipeline.unlike_recordings import watch_recordings
 from deepspeed_partition.engine.runtime.environment import announce, warn_once
 
 
@@ -22,6 +23,7 @@ def layers_of(model: nn.Module, *args: Any, **kwargs: Any) -> Layers:
         announce(note)
     if layers.recipe.outside is not None:
         layers.recipe.outside.tell = functools.partial(warn_once, "read by captured code")
+        watch_recordings(layers.recipe)
     return layers
 
 

@@ -182,6 +182,21 @@ def a_number_that_the_models_code_reads_changes(_: Path) -> None:
         same(train(engine, batches[step : step + 1]), expected)
 
 
+def a_number_that_the_models_code_reads_differs(_: Path) -> None:
+    """It was another one on each rank: their layers were of different models, in silence."""
+    batches = data(3)
+    piped = Scaled()
+    layers = deepspeed_partition.layers_of(piped, **arguments(0))
+    engine, _, _ = start(layers, [0, len(layers) // 2, len(layers)], optimizer=adam, loss_fn=loss_of,
+                         seed_layers=False)  # fmt: skip
+    train(engine, batches[:1])
+    piped.scale = 1.0 + engine.global_rank
+    with raised(RuntimeError, "self.scale is 2.0 on rank 1 and what it was before on rank 0"):
+        train(engine, batches[1:2])
+    piped.scale = 2.0
+    train(engine, batches[2:])
+
+
 def another_length_than_the_capture_holds_for(_: Path) -> None:
     """All ranks raise, with the line of the model's source, and the next batch trains as if nothing had been."""
     torch.manual_seed(0)
@@ -327,6 +342,7 @@ def weights_that_are_unfrozen_later(_: Path) -> None:
 
 CASES = [
     weights_that_are_unfrozen_later,
+    a_number_that_the_models_code_reads_differs,
     a_model_as_it_is, a_model_as_it_is_plans_and_moves, groups_and_hooks_by_the_models_names,
     a_number_that_the_models_code_reads_changes, another_length_than_the_capture_holds_for,
     half_precision_is_that_of_layers_by_hand,

@@ -19,6 +19,7 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_partition.engine.pipeline.batch_state import Remembering
 from deepspeed_partition.engine.pipeline.before_step import is_small
+from deepspeed_partition.engine.pipeline.unlike_recordings import has_changed, refuse_unlike_recordings
 from deepspeed_partition.engine.runtime.autograd_boundary import Boundary, tensors_of
 from deepspeed_partition.engine.runtime.boundary_shapes import Shapes, ShapesDifferError
 from deepspeed_partition.engine.runtime.collectives import any_bits, gather_objects, portable
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
     from deepspeed_partition.engine.pipeline.plan_engine import AnyPlanEngine
 
 OUT_OF_MEMORY = (torch.cuda.OutOfMemoryError, MemoryError)
-FAILED, ASKED, FOUND, NUM_FLAGS = 1, 2, 4, 3
-"""What a rank says at the end of a batch, in bits: it has failed; it wants to stop; it has become slow."""
+FAILED, ASKED, FOUND, CHANGED, NUM_FLAGS = 1, 2, 4, 8, 4
+"""What a rank says at the end of a batch, in bits: it has failed; it wants to stop; it has become slow; what the
+code that was cut into its layers reads has changed."""
 NOTHING: Boundary = ()
 """What stands in the place of a tensor whose shape is not known."""
 
@@ -145,6 +147,7 @@ class Batch:
             The bits that any rank has told.
 
         Raises:
+            RuntimeError: ranks have recorded different calls of a model.
             StepGivenUp: some rank ran out of memory in a step that may run again.
             Exception: what some rank met first, on every rank.
         """
@@ -152,12 +155,15 @@ class Batch:
         steps = engine.step_watch
         flags = FAILED * (not self._computes) | ASKED * bool(engine.wants_to_stop())
         flags |= FOUND * (steps is not None and steps.has_found)
+        flags |= CHANGED * has_changed()
         [said] = any_bits([flags | told << NUM_FLAGS])
         if said & ASKED:
             engine.when_asked_to_stop()
         if said & FOUND and steps is not None:
             steps.hear()
         if not said & FAILED:
+            if said & CHANGED:
+                refuse_unlike_recordings(engine.grid.data_parallel_id)
             return said >> NUM_FLAGS
         failures = [each for each in gather_objects(self._failure and self._portable(self._failure)) if each]
         watch.forget_failures()

@@ -1,0 +1,74 @@
+"""Whether ranks have written a model's code down alike, where that reads what a program may change.
+
+Each rank records the code again where a number that it reads has changed there. If ranks count otherwise, as
+where a hook on one of them counts, their layers would be of different models. So ranks compare what they have
+recorded at the end of a batch in which something has changed on some rank, and of the first one.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from deepspeed_partition.capture.draws import digest_of
+from deepspeed_partition.capture.model_layers import Recipe
+from deepspeed_partition.engine.runtime.collectives import gather_objects
+from deepspeed_partition.engine.runtime.first_failure import raised_by_all
+
+_WATCHED: list[weakref.ref[Recipe]] = []
+"""Of the models whose layers a program has made, in that order, which is the same on all ranks."""
+UNLIKE = (
+    "{name} is {mine} on rank {rank} and {theirs} on rank {other}, and the code that reads it was cut into "
+    "layers, which are of different models then: set it alike on all ranks, before the step, or let a module of "
+    "its own read it"
+)
+
+
+def watch_recordings(recipe: Recipe) -> None:
+    """Let ranks compare what they have recorded of a model."""
+    _WATCHED.append(weakref.ref(recipe))
+
+
+def has_changed() -> bool:
+    """Whether something that captured code reads has changed on this rank since ranks compared it."""
+    return any(_changes(recipe) for recipe in _recipes())
+
+
+def refuse_unlike_recordings(pipeline: int) -> None:
+    """Compare with the other ranks of a pipeline what they have recorded. Collective.
+
+    Args:
+        pipeline: The number of this rank's.
+
+    Raises:
+        RuntimeError: some ranks of a pipeline have recorded other calls, on all ranks.
+    """
+    mine = []
+    for recipe in _recipes():
+        digest = digest_of(recipe.recorded.root) if recipe.recorded is not None else None
+        mine.append((digest, _changes(recipe)))
+        if recipe.outside is not None and digest is not None:
+            recipe.outside.changed = {}
+    all_ranks = gather_objects((pipeline, mine))
+    for rank, (number, own) in enumerate(all_ranks):
+        for other, (another, theirs) in enumerate(all_ranks[:rank]):
+            for one, two in zip(own, theirs, strict=False) if number == another else ():
+                if one[0] is not None and two[0] is not None and one[0] != two[0]:
+                    raise raised_by_all(RuntimeError(_in_words(rank, one[1], other, two[1])))
+
+
+def _recipes() -> list[Recipe]:
+    return [recipe for each in _WATCHED if (recipe := each()) is not None]
+
+
+def _changes(recipe: Recipe) -> dict[str, str]:
+    return recipe.outside.changed if recipe.outside is not None and recipe.recorded is not None else {}
+
+
+def _in_words(rank: int, mine: dict[str, str], other: int, theirs: dict[str, str]) -> str:
+    before = "what it was before"
+    names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+    if not names:
+        return f"ranks {rank} and {other} have cut the model's code into layers that run different calls"
+    return UNLIKE.format(
+        name=names[0], mine=mine.get(names[0], before), rank=rank, theirs=theirs.get(names[0], before), other=other
+    )
