@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from deepspeed_partition.capture.captured import Captured
+from deepspeed_partition.capture.computing_hooks import only_computes
 from deepspeed_partition.capture.kept_state import written_name
 from deepspeed_partition.capture.left_behind import is_no_librarys
 from deepspeed_partition.capture.reads_in_code import ReadsInCode
@@ -52,6 +53,7 @@ class OutsideLayers:
         names = dict.fromkeys(("", *sorted(name for name, _ in captured.graph.opened)))
         self._opened = {name: modules[name] for name in names}
         self._hooks = [vars(part)[table] for part in self._opened.values() for table in MODULE_HOOKS]
+        self._recorded = self._computing()
         # What a run sets itself before it reads it may be anything beforehand.
         recording = captured.graph.recording
         sets = {f"{written_name(*each)}" for each in recording.sets} | {each.written for each in recording.left}
@@ -69,10 +71,17 @@ class OutsideLayers:
             CaptureError: a program has hung one on.
         """
         if any(self._hooks):
-            refuse_hooks(self._opened)
+            refuse_hooks(self._opened, but=self._recorded)
+
+    def _computing(self) -> list[Any]:
+        """The hooks that compute with tensors alone, and that are written down with the code."""
+        return [hook for part in self._opened.values() for hook in _computing_on(part)]
 
     def changes(self) -> str:
         """Take what code reads for what it is now; return what has changed since it was read, or nothing."""
+        if self._recorded and self._recorded != (now := self._computing()):
+            self._recorded = [hook for hook in self._recorded if hook in now]
+            return "a hook is there no more"
         changed = [read for read in self._read if read.is_changed]
         if not changed:
             return ""
@@ -84,20 +93,24 @@ class OutsideLayers:
 
 
 def refuse_hooks(
-    parts: Mapping[str, nn.Module], kinds: Container[str] = MODULE_HOOKS, why: str = UNCALLED
-) -> None:
+    parts: Mapping[str, nn.Module], kinds: Container[str] = MODULE_HOOKS, why: str = UNCALLED,
+    but: Container[Any] = (),
+) -> None:  # fmt: skip
     """Refuse the program's hooks on modules whose code is cut into layers.
 
     Args:
         parts: The modules, by their names in the model.
         kinds: Where torch keeps the hooks that are meant.
         why: What is wrong with them.
+        but: Those that are not meant.
 
     Raises:
         CaptureError: there is one.
     """
     for name, part in parts.items():
         for kind, hook in _hooks_of(part, kinds):
+            if hook in but:
+                continue
             place = f"{name} ({type(part).__name__})" if name else type(part).__name__
             raise CaptureError(
                 f"{place} has a {kind} hook ({_name_of(hook)}), {why}, for the code of {name or 'the model'} is "
@@ -179,6 +192,8 @@ def _read_by(path: str, part: nn.Module) -> Iterator[_Read]:
     """What the code of a module reads of its attributes, two objects or dicts deep, and of variables of files."""
     search = CodeSearch(is_no_librarys)
     search.read(forward_of(part), type(part))
+    for hook in _computing_on(part):
+        search.read(hook, None)
     reads = ReadsInCode(search.functions)
     names = {name for name in search.written.difference(OF_HOSTS) if reads.has_attribute(name)}
     written = ".".join(filter(None, ("self", path)))
@@ -239,6 +254,11 @@ def _is_same(now: Any, was: Any) -> bool:
     if type(now) is tuple and type(was) is tuple:
         return len(now) == len(was) and all(map(_is_same, now, was))
     return now is was or (type(now) in _PLAIN and type(was) in _PLAIN and bool(now == was))
+
+
+def _computing_on(part: nn.Module) -> list[Any]:
+    found = _hooks_of(part, ("_forward_pre_hooks", "_forward_hooks"))
+    return [hook for _, hook in found if only_computes(hook, part)]
 
 
 def _hooks_of(part: nn.Module, kinds: Container[str]) -> Iterator[tuple[str, Any]]:

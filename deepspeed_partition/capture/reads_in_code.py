@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import pairwise
 from types import CodeType, FunctionType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from deepspeed_partition.code_names import names_in
 from deepspeed_partition.names_of_forward import FILLING, loads_attribute
@@ -18,6 +18,7 @@ SHOWING = frozenset(("critical", "debug", "error", "exception", "info", "print",
 """Functions that show what they are given, and whose result code leaves."""
 _PLAIN = frozenset(("float", "format", "int", "len", "repr", "round", "str", "type"))
 """Functions that do nothing else than to return something of what they are given."""
+_CONSTANTS = (bool, float, int, str)
 _EXPRESSIONS = (
     ast.Attribute, ast.BinOp, ast.BoolOp, ast.Call, ast.Compare, ast.Dict, ast.FormattedValue, ast.JoinedStr,
     ast.List, ast.Subscript, ast.Tuple, ast.UnaryOp, ast.keyword,
@@ -71,7 +72,11 @@ class ReadsInCode:
 def _readings_of(function: FunctionType) -> tuple[Reading, ...] | None:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, SyntaxError, TypeError):
+        made = compile(tree, "<code>", "exec", dont_inherit=True)
+    except (OSError, SyntaxError, TypeError, ValueError):
+        return None
+    # A file may have been changed since it was read.
+    if not any(_contents_of(each) == _contents_of(function.__code__) for each in _codes_in(made)):
         return None
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     found = []
@@ -82,6 +87,24 @@ def _readings_of(function: FunctionType) -> tuple[Reading, ...] | None:
                 name, is_attribute = (node.id, False) if isinstance(node, ast.Name) else (node.attr, True)
                 found.append(Reading(name, is_attribute, _key_of(node, above)))
     return tuple(found)
+
+
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield each
+            yield from _codes_in(each)
+
+
+def _contents_of(code: CodeType) -> tuple[str, frozenset[str], frozenset[Any]]:
+    """The names and the constants in compiled code, by which it is known again."""
+    every = [code, *_codes_in(code)]
+    names = {name for each in every for name in (*each.co_names, *each.co_varnames, *each.co_freevars)}
+    constants = {
+        (type(value), value) for each in every for value in each.co_consts if isinstance(value, _CONSTANTS)
+    }
+    texts = {each for each in constants if "\n" in str(each[1])}  # such as a docstring, whose lines are indented
+    return code.co_name, frozenset(names - {"__class__"}), frozenset(constants - texts)
 
 
 def _above(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.AST]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
+import linecache
 import re
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +16,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from deepspeed_partition.capture import CaptureError, ShapeError, capture, layers_as_they_are  # noqa: E402
+from deepspeed_partition.capture.reads_in_code import ReadsInCode  # noqa: E402
 from tests.capture.comparing import assert_same, captured_layers, run_in_order  # noqa: E402
 
 
@@ -218,7 +223,10 @@ def test_a_module_with_a_hook_of_any_kind_stays_whole(kind):
 def test_a_hook_on_what_is_cut_into_layers_is_refused(kind):
     """It was not called, and nothing was said; nor where it was hung on later."""
 
-    def note(*_: Any) -> None: ...
+    noted: list[Any] = []
+
+    def note(*given: Any) -> None:
+        noted.append(len(given))
 
     model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8))
     layers = layers_as_they_are(model, (torch.randn(3, 8),), {})
@@ -232,6 +240,47 @@ def test_a_hook_on_what_is_cut_into_layers_is_refused(kind):
     HOOKS[kind](model, note)
     with pytest.raises(CaptureError, match=rf"Sequential has a {kind} hook \(note\)"):
         layers_as_they_are(model, (torch.randn(3, 8),), {})
+
+
+FACTOR_OF_HOOK = 2.0
+
+
+def test_a_hook_that_only_computes_is_part_of_the_layers():
+    """It was refused, and is in what is written down; what is hung on gradients there is hung in each run."""
+
+    for hook in (
+        lambda module, given, output: output * FACTOR_OF_HOOK + torch.tanh(output) * module[1].weight.mean(),
+        lambda module, given, output: output.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3)) and None,
+        lambda module, given, output: F.relu(output),
+    ):
+        model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(3, 8)
+        handle = model.register_forward_hook(hook)
+        layers = layers_as_they_are(model, (x,), {})
+        assert len(layers) == 2
+        assert_same(model, layers, [((x,), {})], modes=[True])
+        handle.remove()
+        assert_same(model, layers, [((x,), {})], modes=[True])
+    model.register_forward_pre_hook(lambda module, given: (given[0] * 2,))
+    assert_same(model, layers_as_they_are(model, (x,), {}), [((x,), {})])
+
+
+def test_a_number_that_a_computing_hook_reads_may_change():
+    global FACTOR_OF_HOOK
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(3, 8)
+    model.register_forward_hook(lambda module, given, output: output * FACTOR_OF_HOOK)
+    layers = layers_as_they_are(model, (x,), {})
+    FACTOR_OF_HOOK = 3.0
+    torch.testing.assert_close(run_in_order(layers, x), model(x))
+    seen: list[Any] = []
+    for hook in (
+        lambda module, given, output: seen.append(output),
+        lambda module, given, output: print(output.shape),
+        lambda module, given, output: setattr(module, "seen", output),
+    ):
+        handle = model.register_forward_hook(hook)
+        with pytest.raises(CaptureError, match=r"has a forward hook \(.*which no layer calls.*such as its blocks"):
+            layers_as_they_are(model, (x,), {})
+        handle.remove()
 
 
 class Projecting(nn.Module):
@@ -718,6 +767,20 @@ def test_a_number_that_code_only_shows_may_change_without_a_recording(capsys):
     model.table["other"] = 1
     torch.testing.assert_close(run_in_order(layers, x), model(x))
     assert len(told) == 1 and told[0].startswith("self.table['other'] is 1 now and was 0 when the code that reads")
+
+
+def test_code_whose_file_has_changed_since_is_taken_to_read_all_that_it_names(tmp_path, monkeypatch):
+    """By the lines that stand there now, a number would be taken for one that is only printed."""
+    file = tmp_path / "changing_code.py"
+    file.write_text("def run(self, x):\n    return x * self.scale\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    function = importlib.import_module("changing_code").run
+    assert ReadsInCode([function]).has_attribute("scale")
+    other = importlib.reload(sys.modules["changing_code"]).run
+    file.write_text("def run(self, x):\n    print(self.scale)\n    return x\n" + "# longer\n" * 9)
+    linecache.clearcache()
+    assert ReadsInCode([other]).has_attribute("scale")
+    monkeypatch.delitem(sys.modules, "changing_code")
 
 
 class Sums(Keeper):
