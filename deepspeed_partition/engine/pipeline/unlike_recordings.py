@@ -30,7 +30,7 @@ def watch_recordings(recipe: Recipe) -> None:
 
 def has_changed() -> bool:
     """Whether something that captured code reads has changed on this rank since ranks compared it."""
-    return any(_changes(recipe) for recipe in _recipes())
+    return any(_changes(recipe) for recipe in _recipes().values())
 
 
 def refuse_unlike_recordings(pipeline: int) -> None:
@@ -42,22 +42,23 @@ def refuse_unlike_recordings(pipeline: int) -> None:
     Raises:
         RuntimeError: some ranks of a pipeline have recorded other calls, on all ranks.
     """
-    mine = []
-    for recipe in _recipes():
-        digest = digest_of(recipe.recorded.root) if recipe.recorded is not None else None
-        mine.append((digest, _changes(recipe)))
-        if recipe.outside is not None and digest is not None:
+    mine = {}
+    for place, recipe in _recipes().items():
+        if recipe.outside is not None and recipe.recorded is not None:
+            mine[place] = digest_of(recipe.recorded.root), recipe.outside.changed
             recipe.outside.changed = {}
     all_ranks = gather_objects((pipeline, mine))
     for rank, (number, own) in enumerate(all_ranks):
         for other, (another, theirs) in enumerate(all_ranks[:rank]):
-            for one, two in zip(own, theirs, strict=False) if number == another else ():
-                if one[0] is not None and two[0] is not None and one[0] != two[0]:
-                    raise raised_by_all(RuntimeError(_in_words(rank, one[1], other, two[1])))
+            for place in sorted(own.keys() & theirs.keys()) if number == another else ():
+                (one, changes), (two, their_changes) = own[place], theirs[place]
+                if one != two:
+                    raise raised_by_all(RuntimeError(_in_words(rank, changes, other, their_changes)))
 
 
-def _recipes() -> list[Recipe]:
-    return [recipe for each in _WATCHED if (recipe := each()) is not None]
+def _recipes() -> dict[int, Recipe]:
+    """Those that are still there, by their place: a rank may have let go of some that another one has."""
+    return {place: recipe for place, each in enumerate(_WATCHED) if (recipe := each()) is not None}
 
 
 def _changes(recipe: Recipe) -> dict[str, str]:
