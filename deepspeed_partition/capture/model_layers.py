@@ -210,8 +210,8 @@ class Recipe:
     """What the layers run; None: the call that they were made of."""
     outside: OutsideLayers | None = None
     """What is verified before a layer runs; None where a host does that."""
-    recorded: Recording | None = None
-    """What the layers have run last; None: nothing yet."""
+    recorded: dict[Any, Recording] = field(default_factory=dict)
+    """What the layers have run since something changed that code reads, for each state."""
     _recordings: dict[Any, Recording] = field(default_factory=dict)
     """What was recorded since the layers were made, for each state."""
     _stale: tuple[dict[Any, list[Program]], str] = field(default_factory=lambda: ({}, ""))
@@ -298,13 +298,13 @@ class Recipe:
             self.outside.verify()
             if change := self.outside.changes():
                 self._stale, self.programs = (self.programs, change), {}
-                self._recordings = {}
+                self._recordings, self.recorded = {}, {}
         running = self.running or self
         state = self._state(number, module)
         if state not in running.programs:
             running.programs[state] = self._captured_again(running.captured, *state)
             self._verify_ends(state)
-        self.recorded = self._recordings.get(state, self.captured.graph.recording)
+        self.recorded[state] = self._recordings.get(state, self.captured.graph.recording)
         return running.programs[state][number]
 
     def _verify_ends(self, state: tuple[Any, ...]) -> None:

@@ -44,15 +44,16 @@ def refuse_unlike_recordings(pipeline: int) -> None:
     """
     mine = {}
     for place, recipe in _recipes().items():
-        if recipe.outside is not None and recipe.recorded is not None:
-            mine[place] = digest_of(recipe.recorded.root), recipe.outside.changed
+        if recipe.outside is not None and recipe.recorded:
+            digests = {repr(state): digest_of(each.root) for state, each in recipe.recorded.items()}
+            mine[place] = digests, recipe.outside.changed
             recipe.outside.changed = {}
     all_ranks = gather_objects((pipeline, mine))
     for rank, (number, own) in enumerate(all_ranks):
         for other, (another, theirs) in enumerate(all_ranks[:rank]):
             for place in sorted(own.keys() & theirs.keys()) if number == another else ():
                 (one, changes), (two, their_changes) = own[place], theirs[place]
-                if one != two:
+                if any(one[state] != two[state] for state in one.keys() & two.keys()):
                     raise raised_by_all(RuntimeError(_in_words(rank, changes, other, their_changes)))
 
 
@@ -62,7 +63,7 @@ def _recipes() -> dict[int, Recipe]:
 
 
 def _changes(recipe: Recipe) -> dict[str, str]:
-    return recipe.outside.changed if recipe.outside is not None and recipe.recorded is not None else {}
+    return recipe.outside.changed if recipe.outside is not None and recipe.recorded else {}
 
 
 def _in_words(rank: int, mine: dict[str, str], other: int, theirs: dict[str, str]) -> str:
