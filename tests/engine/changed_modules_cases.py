@@ -206,7 +206,7 @@ def parts_that_a_script_changes_and_that_stay_are_refused(_: Path) -> None:
             of_an_unknown_class: "OnlyHere, a class that is not found by its name",
             with_a_function: "its act has the attribute '_chosen', a function",
             with_a_hook: "strangers_cases.note (forward_hooks of act), which would stay behind",
-            with_a_weight_of_another: "its extra is a Steep, which shares weights",
+            with_a_weight_of_another: "its extra is a Steep, which has buffers or shares weights",
         }.items()
     ):
         engine, _, _ = start(cells(built=number % 2 == 0), [0, 4, 8], optimizer=two_groups)
@@ -313,10 +313,58 @@ def tensors_that_a_script_changes_in_place(_: Path) -> None:
     same(trained(moves, built=False, sets_later=True, sets_again=True), expected)
 
 
+class Masked(nn.Module):
+    """Makes its buffers in its first forward, and lets go of one that it begins with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.inner = nn.Identity()
+        self.register_buffer("mask", None, persistent=False)
+        self.register_buffer("start", torch.ones(3))
+        self.register_buffer("old", torch.ones(2))
+        self.in_list = [nn.Identity()]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mask is None:
+            self.register_buffer("mask", x.detach()[0].sign(), persistent=False)
+            self.inner.register_buffer("mask", self.mask, persistent=False)
+            self.register_buffer("seen", torch.zeros(WIDTH, dtype=torch.float64))
+            self.in_list[0].register_buffer("scale", x.detach().abs().mean() + 1)
+            self.start = None
+            del self.old
+        self.seen += 1
+        assert self.start is None and not hasattr(self, "old") and self.inner.mask is self.mask
+        assert list(self.state_dict()) == ["seen", "linear.weight", "linear.bias"]
+        return x + self.mask * torch.tanh(self.linear(x)) / self.in_list[0].scale + (self.seen / 100).float()
+
+
+def buffers_that_a_forward_makes_go_with_layers(_: Path) -> None:
+    """The run ended when the warm-up was over: the specification builds them not yet."""
+    data = batches(4)
+
+    def layers(*, built: bool) -> list[Any]:
+        middle = [seeded(Masked) if built else LayerSpec(Masked) for _ in range(6)]
+        ends = [(8, WIDTH), (WIDTH, 4)]
+        first, last = (seeded(nn.Linear, *each) if built else LayerSpec(nn.Linear, *each) for each in ends)
+        return [first, *middle, last]
+
+    for built in (False, True):
+        expected = train(start(layers(built=built), [0, 4, 8], optimizer=two_groups)[0], data)
+        config = planned([0, 1, 8], warmup_steps=1)
+        engine, _, _ = start(layers(built=built), "madpipe", config, optimizer=two_groups)
+        losses = train(engine, data[:2])
+        for place, step in zip(([0, 7, 8], [0, 1, 8]), data[2:], strict=True):
+            engine.recut(place)
+            losses += train(engine, [step])
+        same(losses, expected)
+
+
 CASES = [
     functions_that_a_script_puts_into_layers_on_each_rank,
     tensors_that_a_script_changes_in_place,
     lists_of_layers_without_parameters_are_told,
     parts_that_a_script_changes,
     parts_that_a_script_changes_and_that_stay_are_refused,
+    buffers_that_a_forward_makes_go_with_layers,
 ]

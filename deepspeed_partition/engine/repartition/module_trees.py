@@ -104,7 +104,7 @@ def check_tree(there: Tree, here: Tree) -> None:
         if node.is_hidden:
             raise UnlikeTreeError(f"{shown}, in a list or an object, is a {node.name}")
         if own is None and path not in new:
-            raise UnlikeTreeError(f"{shown} is a {node.name}, which shares weights")
+            raise UnlikeTreeError(f"{shown} is a {node.name}, which has buffers or shares weights")
         kind = type(None) if is_like else _class_of(node.kind)
         if kind is None:
             raise UnlikeTreeError(f"{shown} is a {node.name}, a class that is not found by its name")

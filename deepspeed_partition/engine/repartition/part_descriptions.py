@@ -29,6 +29,7 @@ from deepspeed_partition.engine.pipeline.parts import (
     Part,
     tensors_by_name,
 )
+from deepspeed_partition.engine.repartition.buffer_tables import BufferPlaces, buffers_of, take_buffers
 from deepspeed_partition.engine.repartition.module_trees import (
     Tree,
     UnlikeTreeError,
@@ -103,6 +104,8 @@ class PartInfo:
     """The tensors of modules that it holds where torch does not look, by name."""
     tree: Tree
     """The modules that it is made of."""
+    buffers: BufferPlaces = field(default_factory=dict)
+    """Where its modules have buffers: also those that a forward has made."""
     memories: list[Memory] = field(default_factory=list)
     """The memories in which several of its tensors lie."""
 
@@ -129,7 +132,7 @@ def describe(part: nn.Module) -> PartInfo:
         attributes[name]["training"] = module.training
     sent = {name: _sent_tensor(tensor) for name, tensor in hidden_tensors(hidden).items()}
     memories = memories_of(found_in(part, hidden))
-    return PartInfo(tensors, tuple(hooks), attributes, sent, tree_of(part, hidden), memories)
+    return PartInfo(tensors, tuple(hooks), attributes, sent, tree_of(part, hidden), buffers_of(modules), memories)
 
 
 def hidden_in(part: nn.Module) -> dict[str, nn.Module]:
@@ -682,11 +685,12 @@ def _is_alike(own: dict[str, Any], name: str, value: Any) -> bool:
 
 
 def take_modules(part: Part, built: nn.Module, there: PartInfo, rank: int, present: Allocation) -> None:
-    """Let a part be made of the modules that it is made of on the rank that sends it; see :func:`check_alike`."""
+    """Let a part have the modules and buffers that it has on the rank that sends it; see :func:`check_alike`."""
     try:
         take_tree(built, there.tree, tree_of(built, hidden_in(built)))
     except UnlikeTreeError as error:
         raise RuntimeError(_other_modules(part, error, rank, present)) from error
+    take_buffers({**dict(built.named_modules()), **hidden_in(built)}, there.buffers)
 
 
 def _other_modules(part: Part, error: UnlikeTreeError, rank: int, present: Allocation) -> str:
@@ -877,25 +881,26 @@ def let_none_move(present: Allocation) -> str:
     return f"let no layer move: {given}, in Lightning MadPipeStrategy(plan=...)"
 
 
+def _all_hooks(info: PartInfo) -> list[str]:
+    """The hooks of a part's modules, and of its tensors."""
+    return [*info.hooks, *(f"{hook} on {tensor.name}" for tensor in info.tensors for hook in tensor.hooks)]
+
+
 def _check_what_was_added(part: Part, there: PartInfo, here: PartInfo, rank: int, present: Allocation) -> None:
     """Refuse to leave behind what no other process can have.
 
     Raises:
         RuntimeError: a hook that the specification does not register, or an attribute that cannot be sent.
     """
-    own = {info.name: info for info in here.tensors}
-    added = Counter(there.hooks) - Counter(here.hooks)
-    for info in there.tensors:
-        added += Counter(f"{hook} on {info.name}" for hook in info.hooks) - Counter(
-            f"{hook} on {info.name}" for hook in own[info.name].hooks
-        )
+    added = Counter(_all_hooks(there)) - Counter(_all_hooks(here))
     if added:
         raise RuntimeError(
             f"layer {part.name!r} cannot be moved: on rank {rank} it has the hook {next(iter(added))}, which "
             "would stay behind: register it where the layer is built, in its __init__; or remove it, "
             f"and register it again after the move; or {let_none_move(present)}"
         )
-    attributes = [(info.name, info.attributes, own[info.name].attributes) for info in there.tensors]
+    own = {info.name: info.attributes for info in here.tensors}
+    attributes = [(info.name, info.attributes, own.get(info.name, {})) for info in there.tensors]
     new = new_paths(there.tree, here.tree)
     attributes += [
         (
@@ -928,14 +933,16 @@ def check_alike(part: Part, description: PartInfo, here: PartInfo, rank: int, pr
         present: Where layers are now.
 
     Raises:
-        RuntimeError: other parameters or buffers; a hook or an attribute that cannot be sent.
+        RuntimeError: other parameters; a hook or an attribute that cannot be sent.
     """
-    tensors = {info.name for info in here.tensors}
-    beside = sorted(set(description.hidden) - set(here.hidden))
-    if beside or tensors != {info.name for info in description.tensors}:
+    mine, theirs = (
+        {info.name for info in each.tensors if info.name not in each.buffers} for each in (here, description)
+    )
+    beside = set(description.hidden) - set(here.hidden) - set(description.buffers)
+    if beside or mine != theirs:
         raise RuntimeError(
-            f"layer {part.name!r} cannot be moved: its specification builds {sorted((*tensors, *here.hidden))} "
-            f"and rank {rank} has {sorted((*(info.name for info in description.tensors), *beside))}; change "
+            f"layer {part.name!r} cannot be moved: its specification builds {sorted((*mine, *here.hidden))} "
+            f"and rank {rank} has {sorted((*theirs, *beside))}; change "
             "layers in their specification, not after they are built (weight normalization or LoRA go into the "
             f"__init__ of a layer, or of a module that wraps it); or {let_none_move(present)}"
         )
