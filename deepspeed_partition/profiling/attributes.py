@@ -51,6 +51,10 @@ PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None), torch.dtyp
 """Types of values that nothing changes in place."""
 _OF_TORCH = frozenset(vars(nn.Module()))
 _OF_DEEPSPEED = ("ds_", "_ds_")
+OF_DEEPSPEED_ON_TENSORS = (
+    "grad_accum", "param_idx_in_group", "get_full_hp_", "set_full_hp_", "load_hp_checkpoint_state",
+)  # fmt: skip
+"""How names begin of attributes that DeepSpeed sets on parameters, besides ``ds_`` and ``_``."""
 _OWN_PACKAGES = ("deepspeed_partition", "lightning_madpipe")
 _CONTAINERS = (list, dict, set, deque)
 _DEPTH = 2
@@ -73,7 +77,8 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 def attributes_kept(modules: Iterable[nn.Module], *, buffers: bool = False) -> Iterator[None]:
     """Put the attributes of ``modules`` and of their children back afterwards, and their buffers if asked.
 
-    Modules that they hold in lists and objects count, too, with their buffers in any case.
+    Modules that they hold in lists and objects count, too, with their buffers in any case. So do the attributes of
+    parameters and buffers: whatever their size, as a gradient that is added up there.
 
     Numbers, strings, tensors, random generators, arrays, what ``kept_values.py`` knows, and lists, dicts, sets and
     deques of these become what they were, and so do the attributes of a program's objects. Of any other object
@@ -89,6 +94,11 @@ def attributes_kept(modules: Iterable[nn.Module], *, buffers: bool = False) -> I
     for owner, remembered in before:
         remembering.let_others_stand(vars(owner), remembered)
     tables = [(owner._buffers, remembering.each(owner._buffers)) for owner in dict.fromkeys(with_buffers)]
+    of_any_size = _Remembering(lambda _: True, by_others=True)
+    tensors = {id(tensor): tensor for owner in owners for tensor in _tensors_of(owner)}
+    of_tensors = [(tensor, of_any_size.each(_attributes_of_tensor(tensor))) for tensor in tensors.values()]
+    for tensor, remembered in of_tensors:
+        of_any_size.let_others_stand(vars(tensor), remembered)
     try:
         yield
     finally:
@@ -96,10 +106,26 @@ def attributes_kept(modules: Iterable[nn.Module], *, buffers: bool = False) -> I
             for name in attributes_of(owner).keys() - remembered.keys():
                 del vars(owner)[name]
             vars(owner).update(_restored(remembered))
+        for tensor, remembered in of_tensors:
+            for name in _attributes_of_tensor(tensor).keys() - remembered.keys():
+                delattr(tensor, name)
+            vars(tensor).update(_restored(remembered))
         for table, remembered in tables:
             for name, value in _restored(remembered).items():
                 if table[name] is not value:  # a scripted module's table can set one by one alone
                     table[name] = value
+
+
+def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    """The parameters and buffers of a module itself."""
+    tables: tuple[Any, ...] = (module._parameters, module._buffers)  # a scripted module's are no dicts
+    yield from (tensor for table in tables for _, tensor in table.items() if tensor is not None)
+
+
+def _attributes_of_tensor(tensor: torch.Tensor) -> dict[str, Any]:
+    """The attributes that a program, and not DeepSpeed, has set on a parameter or a buffer."""
+    names = (*_OF_DEEPSPEED, "_hp_", *OF_DEEPSPEED_ON_TENSORS)
+    return {name: value for name, value in vars(tensor).items() if not name.startswith(names)}
 
 
 @contextmanager

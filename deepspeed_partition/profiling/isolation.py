@@ -83,11 +83,11 @@ def _forget_new_buffers(owner: nn.Module, known: Mapping[str, torch.Tensor | Non
 def _copy(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None) -> torch.Tensor:
     casts = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
     copy = tensor.detach().to(device, dtype if casts else None, copy=True)
-    if not isinstance(tensor, nn.Parameter):
-        return copy
-    parameter = nn.Parameter(copy, requires_grad=tensor.requires_grad)
-    parameter.__dict__.update(tensor.__dict__)  # marks such as Megatron's tensor_model_parallel
-    return parameter
+    if isinstance(tensor, nn.Parameter):
+        copy = nn.Parameter(copy, requires_grad=tensor.requires_grad)
+    # Marks such as Megatron's tensor_model_parallel; attributes_kept() puts back what a forward changes in them.
+    copy.__dict__.update(tensor.__dict__)
+    return copy
 
 
 @contextmanager

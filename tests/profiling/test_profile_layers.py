@@ -583,3 +583,56 @@ def test_losses_and_functions_that_keep_something_are_put_back():
         assert state() == before and shared == [] and chain.num_layers == 2
         loss(torch.ones(2, 3), None)
         assert state() != before, "it keeps something"
+
+
+# Attributes of parameters.
+
+
+class Counter:
+    """What a library may hang on a weight: its history of largest values, as for float8."""
+
+    def __init__(self):
+        self.largest, self.calls = torch.zeros(4), 0
+
+
+class Marked(nn.Linear):
+    """Keeps counts, an average, a gradient in full precision and objects as attributes of its weight."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+        self.register_buffer("table", torch.ones(8))
+        self.weight.seen, self.table.seen = torch.zeros(()), torch.zeros(())
+        self.weight.average, self.weight.history = self.weight.detach().clone(), [torch.zeros(2), 3]
+        self.weight.names, self.weight.counter = {"calls": np.zeros(2)}, Counter()
+        self.weight.main_grad = torch.zeros(8, 8)
+        self.weight.register_hook(lambda gradient: self.weight.main_grad.add_(gradient))
+
+    def forward(self, x):
+        self.weight.seen += 1
+        self.table.seen += 1
+        self.weight.average.lerp_(self.weight.detach(), 0.5)
+        self.weight.history[0].add_(1)
+        self.weight.history.append(4)
+        self.weight.names["calls"] += 1
+        self.weight.names["last"] = x
+        self.weight.counter.largest.copy_(x.detach().abs().amax().expand(4) + 1)
+        self.weight.counter.calls += 1
+        self.weight.main_grad.add_(1)
+        return super().forward(x) * self.table
+
+
+def test_attributes_of_parameters_are_put_back():
+    """Tensors among them were those of the stand-ins, too: measuring counted in them, in silence."""
+    layer = Marked()
+    layer.weight.average.mul_(2)
+    own, average = dict(vars(layer.weight)), layer.weight.average.clone()
+    profile_chain([layer], X, **QUICK)
+    assert vars(layer.weight).items() == own.items()
+    assert not layer.weight.seen and not layer.table.seen and not layer.weight.main_grad.any()
+    assert torch.equal(layer.weight.average, average) and own["counter"].calls == 0
+    assert not own["counter"].largest.any()
+    assert own["names"].keys() == {"calls"} and not own["names"]["calls"].any()
+    assert not own["history"][0].any() and own["history"][1:] == [3]
+    with attributes_kept([layer]):
+        layer.weight.later = 1
+    assert vars(layer.weight).items() == own.items()

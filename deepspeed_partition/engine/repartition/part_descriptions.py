@@ -64,14 +64,9 @@ from deepspeed_partition.hidden_modules import hidden_modules, hidden_tensors
 from deepspeed_partition.kept_values import itself, numbers_of_count, state_of
 from deepspeed_partition.module_hooks import MODULE_HOOKS
 from deepspeed_partition.planner.allocation import Allocation
-from deepspeed_partition.profiling.attributes import attributes_of, mark
+from deepspeed_partition.profiling.attributes import OF_DEEPSPEED_ON_TENSORS, attributes_of, mark
 from deepspeed_partition.profiling.sources import users_names
 from deepspeed_partition.tensor_values import bytes_view, has_memory
-
-OF_DEEPSPEED = (
-    "grad_accum", "param_idx_in_group", "get_full_hp_", "set_full_hp_", "load_hp_checkpoint_state",
-)  # fmt: skip
-"""How names begin of attributes that DeepSpeed sets on parameters, besides ``ds_`` and ``_``."""
 
 KNOWN = ("deepspeed.", "deepspeed_partition.", "lightning_madpipe.")
 
@@ -778,7 +773,7 @@ def attributes_of_tensor(tensor: torch.Tensor) -> dict[str, Any]:
     found = {
         name: value
         for name, value in vars(tensor).items()
-        if not name.startswith(("_", "ds_", *OF_DEEPSPEED)) and not _is_known(value)
+        if not name.startswith(("_", "ds_", *OF_DEEPSPEED_ON_TENSORS)) and not _is_known(value)
     }
     return {name: _of_a_tensor(value) for name, value in found.items()}
 
