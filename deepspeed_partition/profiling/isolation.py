@@ -85,6 +85,8 @@ def _copy(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None)
     copy = tensor.detach().to(device, dtype if casts else None, copy=True)
     if isinstance(tensor, nn.Parameter):
         copy = nn.Parameter(copy, requires_grad=tensor.requires_grad)
+        if type(copy) is not type(tensor):
+            copy.__class__ = type(tensor)  # as torch does it where a lazy parameter gets its shape
     # Marks such as Megatron's tensor_model_parallel; attributes_kept() puts back what a forward changes in them.
     copy.__dict__.update(tensor.__dict__)
     return copy

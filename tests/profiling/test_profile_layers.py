@@ -636,3 +636,29 @@ def test_attributes_of_parameters_are_put_back():
     with attributes_kept([layer]):
         layer.weight.later = 1
     assert vars(layer.weight).items() == own.items()
+
+
+class Scaled(nn.Parameter):
+    """A parameter of a class with a method of its own."""
+
+    def scaled(self):
+        return self * self.factor
+
+
+class OfClass(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = Scaled(torch.ones(8))
+        self.weight.factor = 2
+
+    def forward(self, x):
+        assert isinstance(self.weight, Scaled)
+        return x * self.weight.scaled()
+
+
+def test_parameters_keep_their_class_while_layers_are_measured():
+    """They were plain ones: a layer that calls a method of its weight could not be measured."""
+    layer = OfClass()
+    weight = layer.weight
+    [measured] = profile_chain([layer], X, **QUICK).layers
+    assert measured.weight_bytes == 32 and layer.weight is weight and type(weight) is Scaled
