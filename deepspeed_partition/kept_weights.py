@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from deepspeed_partition.tensor_values import bytes_view, has_memory, plain_numbers, put_back
+from deepspeed_partition.tensor_values import bytes_view, has_memory, num_bytes_of, plain_numbers, put_back
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE, _WIDTH = 2**20, 2**10
@@ -157,7 +157,7 @@ def weights_kept(
         if is_copied or id(part) not in parts:
             yield
             return
-        is_small = sum(weight.nbytes for weight in part.parameters()) <= _MOST_BYTES
+        is_small = sum(map(num_bytes_of, part.parameters())) <= _MOST_BYTES
         weights = Weights(part.modules() if is_small else [part])
         copies = [place.weight.detach().clone() for place in weights.places]
         is_copied = is_small

@@ -10,6 +10,10 @@ _TWO_IN_A_BYTE = getattr(torch, "float4_e2m1fn_x2", None)
 """A type of two numbers in a byte, for which torch has no arithmetic; older ones have no such type."""
 
 
+_BY_ROWS = (torch.sparse_csr, torch.sparse_bsr)
+_BY_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
+
+
 def is_computed(value: object) -> bool:
     """Whether a tensor is a result that autograd knows; False for what is none, such as an array.
 
@@ -34,12 +38,40 @@ def version_of(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that one is made of: itself, or the indices and values of a sparse one, or what it wraps."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in _BY_ROWS:
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in _BY_COLUMNS:
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in parts_of(getattr(tensor, name))]
+    return [tensor]
+
+
+def num_bytes_of(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor's elements, as many of them as it has."""
+    return sum(part.numel() * part.element_size() for part in parts_of(tensor))
+
+
+def each_once(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a tensor with one of the elements that are one in memory, as in an expanded mask; else itself."""
+    if tensor.layout is torch.strided and not tensor.is_nested:
+        for dimension, (size, stride) in enumerate(zip(tensor.shape, torch.Tensor.stride(tensor), strict=True)):
+            if size > 1 and not stride:
+                tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
 def put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Give a tensor values, and their shape, which it may have lost: observers of quantization grow at first data.
 
     Its version stays, for autograd may have saved it.
     """
-    if tensor.shape == values.shape:
+    if tensor.shape == values.shape and tensor.layout is torch.strided:  # a sparse one is copied to another memory
         tensor.data.copy_(values)
     else:
         tensor.data = values.clone()

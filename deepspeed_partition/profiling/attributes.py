@@ -45,6 +45,7 @@ from deepspeed_partition.pipeline_attributes import (
     modules_of_program,
     names_of_program,
 )
+from deepspeed_partition.tensor_values import num_bytes_of
 from deepspeed_partition.tensor_values import put_back as put_values_back
 
 PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
@@ -657,7 +658,7 @@ def _members_of(value: Any) -> MutableMapping[str, Any] | None:
 
 
 def _is_no_data(value: Any) -> bool:
-    return bool(value.nbytes <= _MOST_BYTES)
+    return (num_bytes_of(value) if isinstance(value, torch.Tensor) else value.nbytes) <= _MOST_BYTES
 
 
 def _restored(remembered: Mapping[Any, Remembered]) -> dict[Any, Any]:
@@ -674,7 +675,7 @@ def _put_cache_back(name: str, cache: Any, put_back: Callable[[], bool]) -> None
 
 
 def _copy_back(tensor: torch.Tensor, copy: torch.Tensor) -> None:
-    if tensor.shape != copy.shape:
+    if tensor.shape != copy.shape or tensor.layout is not torch.strided:
         put_values_back(tensor, copy)
         return
     with torch.no_grad():

@@ -6,6 +6,7 @@ of them the layer before it wants a gradient for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -85,11 +86,16 @@ def receive(boundary: Boundary) -> tuple[Boundary, tuple[torch.Tensor, ...]]:
     return like(boundary, copies), tuple(leaves)
 
 
+def num_in_span(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Return the number of elements from the first to the last one in memory, of a tensor that has some."""
+    return 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+
+
 def span(tensor: torch.Tensor) -> torch.Tensor:
     """Return the stretch of memory that holds a tensor, from its first element to its last, as a flat copy."""
     if tensor.numel() == 0:
         return tensor.new_empty(0)
-    length = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, torch.Tensor.stride(tensor), strict=True))
+    length = num_in_span(tensor.shape, torch.Tensor.stride(tensor))
     return tensor.detach().as_strided((length,), (1,)).clone()
 
 

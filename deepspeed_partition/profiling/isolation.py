@@ -13,6 +13,7 @@ from torch import nn
 
 from deepspeed_partition.kept_weights import Weights
 from deepspeed_partition.profiling.attributes import attributes_kept
+from deepspeed_partition.tensor_values import each_once
 
 
 @contextmanager
@@ -82,7 +83,10 @@ def _forget_new_buffers(owner: nn.Module, known: Mapping[str, torch.Tensor | Non
 
 def _copy(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None) -> torch.Tensor:
     casts = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-    copy = tensor.detach().to(device, dtype if casts else None, copy=True)
+    once = each_once(tensor.detach())
+    copy = once.to(device, dtype if casts else None, copy=True)
+    if once.shape != tensor.shape:
+        copy = copy.expand(tensor.shape)
     if isinstance(tensor, nn.Parameter):
         copy = nn.Parameter(copy, requires_grad=tensor.requires_grad)
         if type(copy) is not type(tensor):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from deepspeed_partition.tensor_values import parts_of
 
 _LOCK = threading.RLock()
 """Lock for all counters: other threads free tensors, and a thread that counts one may free one that another
@@ -140,15 +143,15 @@ class SwitchedCounter(_OperatorWatch):
 
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    """Return the storages behind a tensor: one, two for a sparse tensor, none on the meta device."""
+    """Return the storages behind a tensor: one, several of a sparse or a wrapping one, none on the meta device."""
     if tensor.device.type == "meta":
         return []
-    if tensor.layout == torch.sparse_coo:
-        return [tensor._indices().untyped_storage(), tensor._values().untyped_storage()]
-    try:
-        return [tensor.untyped_storage()]
-    except NotImplementedError:  # a wrapper subclass: the tensors that it wraps are seen by themselves
-        return []
+    if tensor.layout is torch.strided:
+        with suppress(NotImplementedError):  # a wrapper has none
+            return [tensor.untyped_storage()]
+    with suppress(NotImplementedError):  # of a layout that lets nobody see its memory
+        return [part.untyped_storage() for part in parts_of(tensor) if part.device.type != "meta"]
+    return []
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

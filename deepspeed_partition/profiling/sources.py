@@ -13,6 +13,8 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from deepspeed_partition.layer_calls import unpacking
+from deepspeed_partition.profiling.live_bytes import storages_of
+from deepspeed_partition.tensor_values import num_bytes_of
 
 PIPE_MODULE = "deepspeed.runtime.pipe.module"
 
@@ -34,8 +36,8 @@ class BuiltLayer:
     @property
     def weight_bytes(self) -> int:
         """Return the bytes of the parameters; those that share memory count once."""
-        places = {(id(p.untyped_storage()), p.storage_offset()): p for p in self.parameters()}
-        return sum(p.numel() * p.element_size() for p in places.values())
+        places = {(*map(id, _storages_of(p)), p.storage_offset()): p for p in self.parameters()}
+        return sum(map(num_bytes_of, places.values()))
 
     @property
     def trainable_parameters(self) -> tuple[int, ...]:
@@ -45,7 +47,9 @@ class BuiltLayer:
     @property
     def buffer_bytes(self) -> int:
         """Return the bytes of the buffers; those that share memory count once."""
-        return sum({id(b.untyped_storage()): b.untyped_storage().nbytes() for b in self.buffers()}.values())
+        return sum(
+            {id(each): each.nbytes() for buffer in self.buffers() for each in _storages_of(buffer)}.values()
+        )
 
 
 @dataclass(frozen=True)
@@ -147,6 +151,11 @@ def modules_of(layer: Any) -> tuple[nn.Module, ...]:
         return (*modules_of(layer.func), *(item for item in given if isinstance(item, nn.Module)))
     wrapped = getattr(layer, "__wrapped__", None)
     return () if wrapped is None else modules_of(wrapped)
+
+
+def _storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    """The storages behind a tensor, also behind one without memory."""
+    return [tensor.untyped_storage()] if tensor.is_meta else storages_of(tensor)
 
 
 def _type_name(layer: Any) -> str:

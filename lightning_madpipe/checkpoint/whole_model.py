@@ -253,7 +253,7 @@ class LayersOfUser:
                 for key, sent in sorted(set_there.items()):
                     if isinstance(sent, SentTensor):
                         value = vars(tensor)[key] if is_source else None
-                        set_there[key] = pass_on(value, TensorInfo(key, sent.shape, sent.dtype, False))
+                        set_there[key] = pass_on(value, TensorInfo(key, sent.form.shape, sent.form.dtype, False))
                 if arrives and tensor is not None:
                     _set_on_tensor(tensor, info.name, set_there)
             if arrives:
@@ -337,7 +337,7 @@ class LayersOfUser:
                 if info.name not in tensors or not _fits_into(tensors[info.name], info)
             )
             needed += sum(
-                sent.shape.numel() * sent.dtype.itemsize
+                sent.form.shape.numel() * sent.form.dtype.itemsize
                 for there in set_on_tensors[name].values()
                 for sent in there.values()
                 if isinstance(sent, SentTensor)

@@ -360,6 +360,82 @@ def buffers_that_a_forward_makes_go_with_layers(_: Path) -> None:
         same(losses, expected)
 
 
+class Graph(nn.Module):
+    """Neighbours in a graph, and tensors whose elements do not lie one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        near = torch.eye(WIDTH) + torch.eye(WIDTH).roll(1, 0)
+        self.register_buffer("near", near.to_sparse())
+        self.register_buffer("rows", near.to_sparse_csr())
+        self.register_buffer("later", torch.eye(WIDTH))
+        self.register_buffer("made", None)
+        self.register_buffer("mask", torch.ones(1, WIDTH).expand(2**20, WIDTH))
+        self.register_buffer("turned", torch.ones(WIDTH, 8).t())
+        self.fixed = near.to_sparse_csc()
+        self.teacher = [nn.Identity()]
+        self.teacher[0].register_buffer("near", near.to_sparse())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.made is None:
+            self.made, self.later = (
+                (self.near * x.detach().abs().mean()).coalesce(),
+                self.later.to_sparse_bsr((2, 2)),
+            )
+            self.teacher[0].near = self.teacher[0].near * 2
+        assert self.mask.untyped_storage().nbytes() == 4 * WIDTH, "one row"
+        assert self.turned.stride() == (1, 8)
+        near = self.near + self.made + self.teacher[0].near
+        rest = self.rows.to_dense() + self.later.to_dense() + self.fixed.to_dense()
+        return x + 0.1 * torch.sparse.mm(near, torch.tanh(self.linear(x)).t()).t() @ rest * self.mask[0]
+
+
+def tensors_go_as_they_lie_in_memory(_: Path) -> None:
+    """Sparse buffers ended the run behind its warm-up; an expanded mask was held with each of its elements."""
+    data = batches(4)
+
+    def layers(*, built: bool) -> list[Any]:
+        middle = [seeded(Graph) if built else LayerSpec(Graph) for _ in range(6)]
+        ends = [(8, WIDTH), (WIDTH, 4)]
+        first, last = (seeded(nn.Linear, *each) if built else LayerSpec(nn.Linear, *each) for each in ends)
+        return [first, *middle, last]
+
+    for built in (False, True):
+        expected = train(start(layers(built=built), [0, 4, 8], optimizer=two_groups)[0], data)
+        config = planned([0, 1, 8], warmup_steps=1)
+        engine, _, _ = start(layers(built=built), "madpipe", config, optimizer=two_groups)
+        losses = train(engine, data[:2])
+        for place, step in zip(([0, 7, 8], [0, 1, 8]), data[2:], strict=True):
+            engine.recut(place)
+            losses += train(engine, [step])
+        same(losses, expected)
+
+
+class Quantized(nn.Module):
+    """Has a table that another process cannot be sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("table", torch.quantize_per_tensor(torch.ones(WIDTH), 0.1, 0, torch.qint8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.table.dequantize()
+
+
+def tensors_that_cannot_be_sent_are_refused_before_the_warm_up(_: Path) -> None:
+    layers = [
+        LayerSpec(nn.Linear, 8, WIDTH),
+        *(LayerSpec(Quantized) for _ in range(6)),
+        LayerSpec(nn.Linear, WIDTH, 4),
+    ]
+    engine, _, _ = start(layers, "madpipe", planned([0, 1, 8], warmup_steps=1), optimizer=two_groups)
+    with raised(RuntimeError, "layer '1' cannot be moved: table is a Tensor (torch.qint8)", "let no layer move"):
+        train(engine, batches(1))
+    assert engine.global_steps == 0
+
+
 CASES = [
     functions_that_a_script_puts_into_layers_on_each_rank,
     tensors_that_a_script_changes_in_place,
@@ -367,4 +443,6 @@ CASES = [
     parts_that_a_script_changes,
     parts_that_a_script_changes_and_that_stay_are_refused,
     buffers_that_a_forward_makes_go_with_layers,
+    tensors_go_as_they_lie_in_memory,
+    tensors_that_cannot_be_sent_are_refused_before_the_warm_up,
 ]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from deepspeed_partition.profiling import (
     forward_stage,
@@ -23,6 +24,7 @@ from deepspeed_partition.profiling import (
     profile_stage,
 )
 from deepspeed_partition.profiling.attributes import attributes_kept
+from deepspeed_partition.profiling.sources import layer_sources
 
 QUICK = {"warm_up": 1, "repeats": 1, "device": "cpu"}
 X = torch.zeros(5, 8)
@@ -662,3 +664,51 @@ def test_parameters_keep_their_class_while_layers_are_measured():
     weight = layer.weight
     [measured] = profile_chain([layer], X, **QUICK).layers
     assert measured.weight_bytes == 32 and layer.weight is weight and type(weight) is Scaled
+
+
+# Tensors of other kinds.
+
+
+class Neighbours(nn.Module):
+    """Keeps who is next to whom in a graph as sparse buffers and as an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        near = torch.eye(8)
+        self.register_buffer("near", torch.sparse_coo_tensor(torch.arange(8).expand(2, 8).clone(), torch.ones(8)))
+        self.register_buffer("rows", torch.sparse_csr_tensor(torch.arange(9), torch.arange(8), torch.ones(8)))
+        self.linear, self.fixed = nn.Linear(8, 8), near.to_sparse_csc()
+
+    def forward(self, x):
+        return torch.sparse.mm(self.near, self.linear(x).t()).t() @ self.rows.to_dense() @ self.fixed.to_dense()
+
+
+def test_sparse_buffers_are_counted_by_their_parts():
+    """An error of torch ended the measurement, which says that a sparse tensor has no memory."""
+    layer = Neighbours()
+    [measured] = profile_chain([layer], X, **QUICK).layers
+    assert layer_sources([layer])[0].build().buffer_bytes == 2 * 8 * 8 + 8 * 4 + (9 + 8) * 8 + 8 * 4
+    assert measured.weight_bytes == 4 * 72
+
+
+def test_what_a_tensor_of_tensors_holds_is_counted():
+    """Such a weight has no memory of its own, and nothing could be measured."""
+    layer = nn.Linear(8, 8, bias=False)
+    layer.weight = nn.Parameter(TwoTensor(torch.ones(8, 8), torch.ones(8, 8)))
+    [source] = layer_sources([layer])
+    assert source.build().weight_bytes == 2 * 4 * 64
+
+
+def test_an_expanded_mask_stays_one_row():
+    """Its copy had each of its elements in memory, of which the mask has one row."""
+
+    class Masked(nn.Linear):
+        def __init__(self):
+            super().__init__(8, 8)
+            self.register_buffer("mask", torch.ones(1, 8).expand(2**20, 8))
+
+        def forward(self, x):
+            assert self.mask.untyped_storage().nbytes() == 32
+            return super().forward(x) * self.mask[: len(x)]
+
+    profile_chain([Masked()], X, **QUICK)

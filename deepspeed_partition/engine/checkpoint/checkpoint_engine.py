@@ -49,6 +49,7 @@ from deepspeed_partition.planner.errors import PlanFormatError, PlanMismatchErro
 from deepspeed_partition.planner.io import files
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.units import shown
+from deepspeed_partition.tensor_values import num_bytes_of
 
 LOADED_BY_ALL = (
     "each rank reads its layers, so call load_checkpoint on every rank, and not under a condition such as "
@@ -208,7 +209,7 @@ class ResumingEngine(MovingEngine):
             tensors += [value for state in states for value in state.values() if isinstance(value, Tensor)]
             groups = self.basic_optimizer.param_groups if wraps else ()
             tensors += [weight for group in groups for weight in group["params"]]
-        return sum(tensor.nbytes for tensor in tensors)
+        return sum(map(num_bytes_of, tensors))
 
     @contextmanager
     def _writes_watched(self, needed: int) -> Iterator[_Writes]:

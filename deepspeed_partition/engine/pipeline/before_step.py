@@ -14,7 +14,7 @@ from deepspeed_partition.engine.runtime.environment import warn_here
 from deepspeed_partition.engine.runtime.random_state import random_state
 from deepspeed_partition.kept_weights import WRITTEN, WeightPlace, places_of
 from deepspeed_partition.profiling.attributes import Place
-from deepspeed_partition.tensor_values import is_computed, put_back, version_of
+from deepspeed_partition.tensor_values import each_once, is_computed, num_bytes_of, put_back, version_of
 
 if TYPE_CHECKING:
     from deepspeed_partition.engine.engine import MadPipeEngine
@@ -25,7 +25,8 @@ SMALL_BYTES = 2**20
 
 def is_small(value: Any) -> bool:
     """Whether a tensor or an array may be what a layer counts in, and none that it has computed."""
-    return bool(value.nbytes <= SMALL_BYTES) and not isinstance(value, nn.Parameter) and not is_computed(value)
+    num_bytes = num_bytes_of(value) if isinstance(value, torch.Tensor) else value.nbytes
+    return bool(num_bytes <= SMALL_BYTES) and not isinstance(value, nn.Parameter) and not is_computed(value)
 
 
 class Buffers:
@@ -55,15 +56,16 @@ class Buffers:
         tables = [(name, owner._buffers, dict(owner._buffers)) for name, owner in self._owners]
         buffers = [buffer for _, _, table in tables for buffer in table.values() if buffer is not None]
         copied = [buffer for buffer in buffers if all_of_them or self._is_copied(buffer)]
+        once = [each_once(buffer.detach()) for buffer in copied]
         are_same = len(copied) == len(self._copied) and all(
-            buffer is known and buffer.shape == copy.shape
-            for buffer, known, copy in zip(copied, self._copied, self._copies, strict=True)
+            buffer is known and values.shape == copy.shape and values.layout is torch.strided
+            for buffer, values, known, copy in zip(copied, once, self._copied, self._copies, strict=True)
         )
         if not are_same:
-            self._copied, self._copies = copied, [torch.empty_like(buffer) for buffer in copied]
+            self._copied, self._copies = copied, [torch.empty_like(values) for values in once]
         with torch.no_grad():
             if copied:
-                torch._foreach_copy_(self._copies, [buffer.detach() for buffer in copied])
+                torch._foreach_copy_(self._copies, once)
         versions = self._versions = {id(buffer): version_of(buffer) for buffer in buffers}
         copies = dict(zip(map(id, copied), self._copies, strict=True))
 
@@ -77,7 +79,8 @@ class Buffers:
                     if buffer is None or key in own:
                         continue
                     if id(buffer) in copies:
-                        put_back(buffer, copies[id(buffer)])
+                        values, once = copies[id(buffer)], each_once(buffer.detach())
+                        put_back(once if once.shape == values.shape else buffer, values)
                     elif version_of(buffer) != versions[id(buffer)]:
                         warn_here(
                             f"the step that was given up has changed the buffer {name}.{key}, which no step had "

@@ -74,3 +74,11 @@ def take_buffers(modules: Mapping[str, nn.Module], there: BufferPlaces) -> None:
 
 def _is_persistent(module: nn.Module, key: str) -> bool:
     return key not in getattr(module, "_non_persistent_buffers_set", ())
+
+
+def put_buffer(modules: Mapping[str, nn.Module], places: BufferPlaces, name: str, values: torch.Tensor) -> None:
+    """Let modules have other values under each name of a buffer, which has no room for them: of another layout."""
+    for each, place in places.items():
+        if place.first == name:
+            path, _, key = each.rpartition(".")
+            modules[path]._buffers[key] = values

@@ -34,6 +34,7 @@ from deepspeed_partition.engine.pipeline.parts import (
 )
 from deepspeed_partition.engine.pipeline.stages import StagesModule, allocation_in_words, allocation_of
 from deepspeed_partition.engine.pipeline.tied_copies import own_copies
+from deepspeed_partition.engine.repartition.buffer_tables import put_buffer
 from deepspeed_partition.engine.repartition.one_memory import (
     lay_together,
     leave_others,
@@ -50,6 +51,7 @@ from deepspeed_partition.engine.repartition.part_descriptions import (
     describe,
     hidden_in,
     let_none_move,
+    modules_of,
     only_what_changed,
     remember_attributes,
     say_what_stays,
@@ -57,11 +59,10 @@ from deepspeed_partition.engine.repartition.part_descriptions import (
     take_modules,
     tensors_in,
 )
+from deepspeed_partition.engine.repartition.tensor_forms import can_be_filled, emptied, receive_tensor, send_tensor
 from deepspeed_partition.engine.runtime.collectives import (
     gather_objects,
     raised_together,
-    receive_bytes,
-    send_bytes,
 )
 from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
@@ -269,7 +270,7 @@ def _empty(gone: nn.Module, users: Counter[int]) -> None:
     for tensor in tensors_by_name(gone).values():
         if users[id(tensor)] == 0:
             # DeepSpeed makes its methods attributes of parameters: that circle outlives the last use.
-            tensor.data = tensor.data.new_empty(0)
+            tensor.data = emptied(tensor)
 
 
 def _send_part(part: nn.Module, description: PartInfo, rank: int) -> None:
@@ -279,16 +280,16 @@ def _send_part(part: nn.Module, description: PartInfo, rank: int) -> None:
     if description.hidden:
         tensors, device = hidden_tensors(hidden_in(part)), get_accelerator().current_device_name()
         for name in description.hidden:
-            send_bytes(tensors[name].to(device), rank)
+            send_tensor(tensors[name].to(device), rank)
 
 
 def _send(tensor: torch.Tensor, rank: int) -> None:
     """Send a parameter or a buffer, and the tensors among its attributes."""
-    send_bytes(tensor, rank)
+    send_tensor(tensor, rank)
     device = get_accelerator().current_device_name()
     for name, value in sorted(attributes_of_tensor(tensor).items()):
         if isinstance(value, SentTensor):
-            send_bytes(vars(tensor)[name].to(device), rank)
+            send_tensor(vars(tensor)[name].to(device), rank)
 
 
 def _itself(module: nn.Module) -> nn.Module:
@@ -335,25 +336,36 @@ def _receive(name: str, arriving: Arriving, rank: int, users: Counter[int]) -> N
     take_apart(tensors_in(built), description.memories)
     for info in description.tensors:
         tensor = tensors[info.name]
-        tensor.data = receive_bytes(info.shape, info.dtype, device, rank)
+        values = receive_tensor(info.form, device, rank)
+        if values.layout is tensor.layout:
+            tensor.data = values
+        else:
+            put_buffer(modules_of(built), description.buffers, info.name, values)
+            tensor = values
         tensor.grad = None  # of the time when this rank ran the layer, or trained it alone
         tensor.requires_grad_(info.requires_grad)
         for key, value in sorted(info.attributes.items()):
             if isinstance(value, SentTensor):
-                vars(tensor)[key] = receive_bytes(value.shape, value.dtype, device, rank).to(value.device_type)
+                vars(tensor)[key] = receive_tensor(value.form, device, rank).to(value.device_type)
             elif not isinstance(value, Unsendable):
                 vars(tensor)[key] = value
     for place, sent in description.hidden.items():
-        values = receive_bytes(sent.shape, sent.dtype, device, rank).to(sent.device_type)
+        values = receive_tensor(sent.form, device, rank).to(sent.device_type)
         tensor = arriving.hidden[name][place]
         if users[id(tensor)]:
             continue
-        if (tensor.shape, tensor.dtype, tensor.device) == (values.shape, values.dtype, values.device):
+        if values.layout is not tensor.layout:
+            put_buffer(modules_of(built), description.buffers, place, values)
+        elif can_be_filled(tensor) and _is_like(tensor, values):
             tensor.data.copy_(values)  # others may have it, too
         else:
             tensor.data = values
     if description.memories:
         lay_together(tensors_in(built), description.memories)
+
+
+def _is_like(tensor: torch.Tensor, values: torch.Tensor) -> bool:
+    return (tensor.shape, tensor.dtype, tensor.device) == (values.shape, values.dtype, values.device)
 
 
 def _let_go(module: PipelineModule) -> None:

@@ -58,6 +58,7 @@ from deepspeed_partition.engine.repartition.shared_tensors import (
     told_of_sharing,
     with_present,
 )
+from deepspeed_partition.engine.repartition.tensor_forms import TensorForm, can_be_sent, form_of
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.generators import generator_state, generators_of, set_generator_state
 from deepspeed_partition.hidden_modules import hidden_modules, hidden_tensors
@@ -66,7 +67,7 @@ from deepspeed_partition.module_hooks import MODULE_HOOKS
 from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.profiling.attributes import OF_DEEPSPEED_ON_TENSORS, attributes_of, mark
 from deepspeed_partition.profiling.sources import users_names
-from deepspeed_partition.tensor_values import bytes_view, has_memory
+from deepspeed_partition.tensor_values import bytes_view, has_memory, parts_of
 
 KNOWN = ("deepspeed.", "deepspeed_partition.", "lightning_madpipe.")
 
@@ -78,8 +79,9 @@ class TensorInfo:
     """What a receiver must know about a parameter or buffer that it is sent."""
 
     name: str
-    shape: torch.Size
-    dtype: torch.dtype
+    form: TensorForm
+    type_name: str
+    """Its class, where no other process can have it; else empty."""
     requires_grad: bool
     attributes: dict[str, Any]
     """What a program has set on it, such as ``no_decay``."""
@@ -110,8 +112,8 @@ def describe(part: nn.Module) -> PartInfo:
     tensors = [
         TensorInfo(
             name,
-            tensor.shape,
-            tensor.dtype,
+            form_of(tensor),
+            "" if can_be_sent(tensor) else f"{type(tensor).__name__} ({tensor.dtype})",
             tensor.requires_grad,
             attributes_of_tensor(tensor),
             tuple(_hooks(tensor, OF_TENSORS)),
@@ -119,7 +121,7 @@ def describe(part: nn.Module) -> PartInfo:
         for name, tensor in tensors_by_name(part).items()
     ]
     hidden = hidden_in(part)
-    modules = {**dict(part.named_modules()), **hidden}
+    modules = modules_of(part)
     hooks = (hook for name, module in modules.items() for hook in _hooks(module, MODULE_HOOKS, name))
     named = _named(part, hidden)
     attributes = {name: _module_attributes(module, named) for name, module in modules.items()}
@@ -133,6 +135,11 @@ def describe(part: nn.Module) -> PartInfo:
 def hidden_in(part: nn.Module) -> dict[str, nn.Module]:
     """The modules that a part holds where torch does not look, by name, and that are no layers of the pipeline."""
     return hidden_modules(part, apart=_FIRST)
+
+
+def modules_of(part: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a part by their paths, those that it hides, too."""
+    return {**dict(part.named_modules()), **hidden_in(part)}
 
 
 def tensors_in(part: nn.Module) -> list[Found]:
@@ -271,13 +278,12 @@ def _sent_or_object(value: Any, named: Named) -> Any:
 class SentTensor:
     """A tensor that is an attribute of a parameter, such as its running average, and is sent after it."""
 
-    shape: torch.Size
-    dtype: torch.dtype
+    form: TensorForm
     device_type: str
 
 
 def _sent_tensor(tensor: torch.Tensor) -> SentTensor:
-    return SentTensor(tensor.shape, tensor.dtype, tensor.device.type)
+    return SentTensor(form_of(tensor), tensor.device.type)
 
 
 def _sendable(value: Any) -> Any:
@@ -485,9 +491,14 @@ def _changed_tensors(
         or (
             _version(here[name]) != _FIRST_VERSIONS.get(here[name], 0)
             if here[name] is built[name]
-            else not torch.equal(here[name], built[name])
+            else not _is_equal(here[name], built[name])
         )
     }
+
+
+def _is_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one form have the same values."""
+    return all(map(torch.equal, parts_of(tensor), parts_of(other)))
 
 
 _FIRST = WeakIdKeyDictionary()  # a module's own hash may depend on what it holds, as a metric's does
@@ -685,7 +696,7 @@ def take_modules(part: Part, built: nn.Module, there: PartInfo, rank: int, prese
         take_tree(built, there.tree, tree_of(built, hidden_in(built)))
     except UnlikeTreeError as error:
         raise RuntimeError(_other_modules(part, error, rank, present)) from error
-    take_buffers({**dict(built.named_modules()), **hidden_in(built)}, there.buffers)
+    take_buffers(modules_of(built), there.buffers)
 
 
 def _other_modules(part: Part, error: UnlikeTreeError, rank: int, present: Allocation) -> str:
@@ -940,6 +951,12 @@ def check_alike(part: Part, description: PartInfo, here: PartInfo, rank: int, pr
             f"and rank {rank} has {sorted((*theirs, *beside))}; change "
             "layers in their specification, not after they are built (weight normalization or LoRA go into the "
             f"__init__ of a layer, or of a module that wraps it); or {let_none_move(present)}"
+        )
+    stays = next((info for info in description.tensors if info.type_name), None)
+    if stays is not None:
+        raise RuntimeError(
+            f"layer {part.name!r} cannot be moved: {stays.name} is a {stays.type_name}, which cannot be "
+            f"sent to another process: {let_none_move(present)}"
         )
     try:
         check_tree(description.tree, here.tree)

@@ -119,8 +119,11 @@ def measure_and_plan(engine: MadPipeEngine, measuring: Measuring | None = None) 
     link: Link | None = None
     operations = OperationCost()
     splits_backward = _splits_backward(engine)
-    if engine.grid.data_parallel_id == 0:
-        reports = _measured(engine, memory_bytes, measuring, splits_backward=splits_backward) or []
+    mine = raised_together(
+        lambda: _measured_here(engine, memory_bytes, measuring, splits_backward=splits_backward)
+    )
+    if engine.grid.data_parallel_id == 0 and measuring is not None and not splits_backward:
+        reports = _measured(engine, mine, measuring) or []
     if any(gather_objects(engine.grid.data_parallel_id == 0 and not reports)):
         _peek(engine)
     with preserved_random_state():  # the micro-batch that was taken stays; what else draws, trains nothing
@@ -253,20 +256,25 @@ def _weight_versions(engine: MadPipeEngine) -> str:
     return mode
 
 
-def _measured(
+def _measured_here(
     engine: MadPipeEngine, memory_bytes: int, measuring: Measuring | None, *, splits_backward: bool
-) -> list[StageReport] | None:
-    """Gather the reports of all stages of this pipeline on each of its ranks; None where one lacks something."""
-    if measuring is None:
+) -> StageReport | None:
+    """The report of what this rank measured in training; None where it did not, or of not all of its layers."""
+    if measuring is None or engine.grid.data_parallel_id != 0:
         return None
     if splits_backward:
         announce("a micro-batch runs through all layers one by one, to measure the halves of their backwards")
         return None
-    layers, report = measuring.layers(), None
-    if layers is not None:
-        first = measuring.first_input
-        num_bytes, num_samples = sum(first.input_tensor_bytes), first.num_samples
-        report = _report(engine, memory_bytes, measuring, layers, num_bytes, num_samples)
+    layers = measuring.layers()
+    if layers is None:
+        return None
+    first = measuring.first_input
+    num_bytes, num_samples = sum(first.input_tensor_bytes), first.num_samples
+    return _report(engine, memory_bytes, measuring, layers, num_bytes, num_samples)
+
+
+def _measured(engine: MadPipeEngine, report: StageReport | None, measuring: Measuring) -> list[StageReport] | None:
+    """Gather the reports of all stages of this pipeline on each of its ranks; None where one lacks something."""
     reports = gather_objects((report, measuring.why_no_bytes), engine.grid.get_pipe_parallel_group())
     complete = [report for report, _ in reports if report is not None]
     if len(complete) == len(reports):

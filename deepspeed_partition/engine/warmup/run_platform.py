@@ -19,6 +19,8 @@ from deepspeed_partition.engine.runtime.environment import announce, warn_once
 from deepspeed_partition.engine.runtime.transfers import HEADER_SIZE
 from deepspeed_partition.planner.units import format_bytes
 from deepspeed_partition.profiling.allocator import room_under_limits
+from deepspeed_partition.profiling.live_bytes import storages_of
+from deepspeed_partition.tensor_values import num_bytes_of
 
 if TYPE_CHECKING:
     from deepspeed_partition.engine.engine import MadPipeEngine
@@ -40,10 +42,8 @@ def device_memory_bytes(engine: MadPipeEngine) -> int:
         return min(share, _within_limits(engine) or share)
     device = accelerator.name_of_device()
     num_sharing = gather_objects(device).count(device)
-    kept = {
-        _storage(tensor): _storage_bytes(tensor) for tensor in kept_tensors(engine) if tensor.device.type != "cpu"
-    }
-    usable, margin = accelerator.usable_bytes(num_sharing, sum(kept.values()))
+    kept = _allocated(tensor for tensor in kept_tensors(engine) if tensor.device.type != "cpu")
+    usable, margin = accelerator.usable_bytes(num_sharing, kept)
     if not engine.options.memory:
         announce(
             f"plans may fill {format_bytes(usable)} of this device: what is free now and what training has there, "
@@ -58,9 +58,9 @@ def _within_limits(engine: MadPipeEngine) -> int | None:
     if found is None:
         return None
     limit, room = found
-    kept = {_storage(tensor): _storage_bytes(tensor) for tensor in kept_tensors(engine)}
+    kept = _allocated(kept_tensors(engine))
     margin = int(limit * MARGIN_OF_LIMIT)
-    usable = max(1, min(limit, room + sum(kept.values())) - margin)
+    usable = max(1, min(limit, room + kept) - margin)
     if not engine.options.memory:
         announce(
             f"plans may fill {format_bytes(usable)} of the limit of {format_bytes(limit)} here: what is free now "
@@ -95,15 +95,15 @@ def training_bytes(engine: MadPipeEngine) -> tuple[int, int]:
     optimizer's states).
     """
     parameters = list(engine.module.parameters())
-    allocated = sum({_storage(tensor): _storage_bytes(tensor) for tensor in _weights(engine)}.values())
-    gradients = sum(_bytes(parameter) for parameter in parameters if parameter.requires_grad)
+    allocated = _allocated(_weights(engine))
+    gradients = sum(num_bytes_of(parameter) for parameter in parameters if parameter.requires_grad)
     states = 0
     if engine.basic_optimizer is not None:
         # Trying an optimizer out takes a step of it: once is enough.
         members = [member for group in engine.basic_optimizer.param_groups for member in group["params"]]
-        states = num_states(engine.basic_optimizer) * sum(_bytes(member) for member in members)
+        states = num_states(engine.basic_optimizer) * sum(num_bytes_of(member) for member in members)
     buffer, _ = reduction_buffer_bytes(engine.optimizer)
-    return allocated + gradients + buffer + states, sum(_bytes(parameter) for parameter in parameters)
+    return allocated + gradients + buffer + states, sum(map(num_bytes_of, parameters))
 
 
 def kept_tensors(engine: MadPipeEngine) -> list[torch.Tensor]:
@@ -163,13 +163,7 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors_in(value)
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def _storage_bytes(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _allocated(tensors: Iterable[torch.Tensor]) -> int:
+    """The bytes of memory that tensors have, that which they share once."""
+    storages = (storage for tensor in tensors for storage in storages_of(tensor))
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
