@@ -20,7 +20,7 @@ from deepspeed_partition.engine.repartition.part_descriptions import (  # noqa: 
     changed_attributes,
     remember_attributes,
 )
-from deepspeed_partition.engine.warmup.run_platform import num_states  # noqa: E402
+from deepspeed_partition.engine.warmup.run_platform import num_states, state_bytes  # noqa: E402
 from deepspeed_partition.engine.warmup.stage_profiler import Measuring  # noqa: E402
 from deepspeed_partition.engine.warmup.training_needs import (  # noqa: E402
     OptimizerStep,
@@ -189,3 +189,33 @@ def test_needs_by_layer():
     ]  # fmt: skip
     at_once = TrainingNeeds(kept=8, gradient=4, accumulated=0, reduction=0, optimizer=12, before=0, at_once=True)
     assert with_training_needs(chain, measured, [at_once], specs).layers[2].optimizer_transient_bytes == 12 * 16
+
+
+class Whitened(torch.optim.Optimizer):
+    """Keeps, as Shampoo does, a square matrix for each dimension of a weight, in a list."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        for weight in self.param_groups[0]["params"]:
+            if weight.grad is not None and not self.state[weight]:
+                self.state[weight].update(step=torch.zeros(()), factors=[torch.eye(n) for n in weight.shape])
+
+
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_states_are_counted_by_their_own_shapes(has_stepped: bool) -> None:
+    """They were taken to be as many copies of a weight as of a vector of two numbers: too many, or too few."""
+    matrix, vector = nn.Parameter(torch.zeros(30, 50)), nn.Parameter(torch.zeros(40))
+    counts = {
+        torch.optim.Adafactor: 4 * (30 + 50 + 40),
+        torch.optim.AdamW: 2 * 4 * (1500 + 40),
+        torch.optim.SGD: 0,
+        Whitened: 4 * (30**2 + 50**2 + 40**2),
+    }
+    for kind, num_bytes in counts.items():
+        optimizer = kind([matrix, vector], lr=0.1)
+        if has_stepped:
+            matrix.grad, vector.grad = torch.ones_like(matrix), torch.ones_like(vector)
+            optimizer.step()
+        assert state_bytes(optimizer) == num_bytes, kind

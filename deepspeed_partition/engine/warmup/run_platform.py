@@ -99,9 +99,7 @@ def training_bytes(engine: MadPipeEngine) -> tuple[int, int]:
     gradients = sum(num_bytes_of(parameter) for parameter in parameters if parameter.requires_grad)
     states = 0
     if engine.basic_optimizer is not None:
-        # Trying an optimizer out takes a step of it: once is enough.
-        members = [member for group in engine.basic_optimizer.param_groups for member in group["params"]]
-        states = num_states(engine.basic_optimizer) * sum(num_bytes_of(member) for member in members)
+        states = state_bytes(engine.basic_optimizer)
     buffer, _ = reduction_buffer_bytes(engine.optimizer)
     return allocated + gradients + buffer + states, sum(map(num_bytes_of, parameters))
 
@@ -124,32 +122,81 @@ def _weights(engine: MadPipeEngine) -> list[torch.Tensor]:
     return tensors
 
 
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """The bytes of what an optimizer keeps for its parameters: what is there, and what first steps will add."""
+    known: dict[tuple[torch.Size, torch.dtype], int] = {}
+    total, copies = 0, None
+    for group in optimizer.param_groups:
+        for member in group["params"]:
+            kept = sum(map(num_bytes_of, _kept_for(optimizer, member)))
+            if not kept:
+                # Trying an optimizer out takes a step of it: once is enough.
+                copies = num_states(optimizer) if copies is None else copies
+                kept = round(copies * num_bytes_of(member))
+                if copies == OTHER_SHAPES:
+                    form = member.shape, member.dtype
+                    if form not in known:
+                        known[form] = _bytes_tried(optimizer, member)
+                    kept = known[form]
+            total += kept
+    return total
+
+
+OTHER_SHAPES = -1
+"""What :func:`num_states` returns of an optimizer that keeps tensors of other shapes than the weight's."""
+
+
 def num_states(optimizer: torch.optim.Optimizer) -> int:
     """Count the tensors of a weight's size that ``optimizer`` keeps for it: tried out on a few numbers."""
-    device = get_accelerator().current_device_name()
-
-    def states(*shape: int) -> int:
-        weight = torch.nn.Parameter(torch.zeros(shape, device=device))
-        weight.grad = torch.zeros_like(weight)
-        trial = another_like(optimizer, [weight])
-        trial.step()
-        return sum(
-            value.numel() == weight.numel() for value in trial.state[weight].values() if torch.is_tensor(value)
-        )
-
-    try:
+    found: set[int] = set()
+    reason: Exception | None = None
+    for shape in ((2,), (2, 3)):  # Muon takes matrices alone
         try:
-            return states(2)
-        except Exception:
-            return states(2, 3)  # Muon takes matrices alone
-    except Exception as error:  # somebody else's optimizer, on an input that it never expected
-        kind = type(optimizer).__name__
-        warn_once(
-            f"states of {kind}",
-            f"the optimizer {kind} could not be tried out ({error}). It is taken to keep {STATES_OF_ADAM} states "
-            "per weight, as Adam does; the option weight_copies says better",
-        )
+            trial, weight = _tried(optimizer, torch.zeros(shape))
+        except Exception as error:  # somebody else's optimizer, on an input that it never expected
+            reason = reason or error
+        else:
+            sizes = [tensor.numel() for tensor in _kept_for(trial, weight)]
+            found.add(len(sizes) if all(size == weight.numel() for size in sizes) else OTHER_SHAPES)
+    if not found:
+        _say_untried(optimizer, reason)
         return STATES_OF_ADAM
+    return found.pop() if len(found) == 1 else OTHER_SHAPES
+
+
+def _bytes_tried(optimizer: torch.optim.Optimizer, member: torch.Tensor) -> int:
+    """The bytes that an optimizer keeps for a parameter like this one: tried out on another one of its shape."""
+    try:
+        trial, weight = _tried(optimizer, torch.zeros(member.shape, dtype=member.dtype))
+    except Exception as error:
+        _say_untried(optimizer, error)
+        return STATES_OF_ADAM * num_bytes_of(member)
+    return sum(map(num_bytes_of, _kept_for(trial, weight)))
+
+
+def _tried(
+    optimizer: torch.optim.Optimizer, values: torch.Tensor
+) -> tuple[torch.optim.Optimizer, torch.nn.Parameter]:
+    """An optimizer of the same class and settings that has made a step, and the parameter that it has."""
+    weight = torch.nn.Parameter(values.to(get_accelerator().current_device_name()))
+    weight.grad = torch.zeros_like(weight)
+    trial = another_like(optimizer, [weight])
+    trial.step()
+    return trial, weight
+
+
+def _kept_for(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of an optimizer's state for a weight, but for single numbers such as its count of steps."""
+    return [tensor for tensor in _tensors_in([optimizer.state.get(weight)]) if tensor.numel() > 1]
+
+
+def _say_untried(optimizer: torch.optim.Optimizer, error: Exception | None) -> None:
+    kind = type(optimizer).__name__
+    warn_once(
+        f"states of {kind}",
+        f"the optimizer {kind} could not be tried out ({error}). It is taken to keep {STATES_OF_ADAM} states "
+        "per weight, as Adam does; the option weight_copies says better",
+    )
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
