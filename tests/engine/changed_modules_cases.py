@@ -7,15 +7,18 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from deepspeed_partition.engine.repartition import optimizer_state
 from deepspeed_partition.engine.runtime.collectives import gather_objects
-from tests.engine.pipelines import WIDTH, two_groups
+from tests.engine.pipelines import WIDTH, mlp, two_groups
 from tests.engine.running import batches, planned, raised, same, start, train
 from tests.engine.strangers_cases import looped, note, said_here, seeded
 
@@ -436,6 +439,49 @@ def tensors_that_cannot_be_sent_are_refused_before_the_warm_up(_: Path) -> None:
     assert engine.global_steps == 0
 
 
+class Whitened(torch.optim.Optimizer):
+    """Keeps, as SOAP does, a matrix for each dimension of a weight in a list, and more of them in a dict."""
+
+    def __init__(self, weights: Any, lr: float) -> None:
+        super().__init__(weights, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weight in (each for each in group["params"] if each.grad is not None):
+                state = self.state[weight]
+                if not state:
+                    state["factors"] = [torch.eye(length) for length in weight.shape]
+                    state["more"] = {"mean": torch.zeros_like(weight), "names": ("a", 1)}
+                state["factors"][0].mul_(0.9).diagonal().add_(0.1 * weight.grad.square().mean())
+                state["more"]["mean"].mul_(0.9).add_(weight.grad)
+                change = torch.tensordot(state["factors"][0], state["more"]["mean"], 1)
+                weight.sub_(change, alpha=group["lr"])
+
+
+def states_in_lists_go_to_the_rank_that_gets_the_layer(_: Path) -> None:
+    """They went to every rank, as what is no tensor, and kept the device of the one that they came from."""
+    data, gathered = batches(4), []
+
+    def noted(value: Any, group: Any = None) -> list[Any]:
+        found = gather_objects(value, group)
+        gathered.append(found)
+        return found
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return Whitened(model.parameters(), lr=0.05)
+
+    expected = train(start(mlp(), [0, 3, 8], optimizer=make)[0], data)
+    engine, _, _ = start(mlp(), [0, 3, 8], optimizer=make)
+    losses = train(engine, data[:2])
+    with patch.object(optimizer_state, "gather_objects", noted):
+        engine.recut([0, 6, 8])
+    same(losses + train(engine, data[2:]), expected)
+    of_states = [each[0] for found in gathered for each in found if isinstance(each, tuple)]
+    values = [value for infos in of_states for info in infos.values() for value, _ in info.values.values()]
+    assert values and not any(map(torch.is_tensor, tree_leaves(values))), values
+
+
 CASES = [
     functions_that_a_script_puts_into_layers_on_each_rank,
     tensors_that_a_script_changes_in_place,
@@ -445,4 +491,5 @@ CASES = [
     buffers_that_a_forward_makes_go_with_layers,
     tensors_go_as_they_lie_in_memory,
     tensors_that_cannot_be_sent_are_refused_before_the_warm_up,
+    states_in_lists_go_to_the_rank_that_gets_the_layer,
 ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -21,9 +22,16 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deepspeed_partition.engine.pipeline.tied_copies import parameter_names
 from deepspeed_partition.engine.repartition.part_descriptions import sendable
+from deepspeed_partition.engine.repartition.tensor_forms import (
+    TensorForm,
+    form_of,
+    receive_tensor,
+    send_tensor,
+)
 from deepspeed_partition.engine.runtime.collectives import gather_objects, receive_bytes, send_bytes
 from deepspeed_partition.engine.runtime.environment import warn_once
 
@@ -100,7 +108,16 @@ class StateInfo:
     tensors: dict[Key, tuple[torch.Size, torch.dtype, str]]
     """Shape, type, and type of device."""
     values: dict[Key, tuple[Any, str | None]]
-    """The value, on the CPU if it is a tensor, and the type of device that it is used on."""
+    """The value, on the CPU if it is a tensor, and the type of device that it is used on. A tensor in a list
+    or a dict is an :class:`Inner` there, and sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inner:
+    """A tensor in a list or a dict of a parameter's state, as another rank must know it."""
+
+    form: TensorForm
+    device_type: str
 
 
 class TrainingState:
@@ -182,6 +199,9 @@ class TrainingState:
         for name, info in self._infos_of(part, self._pipe_rank):
             for key in info.tensors:
                 send_bytes(self._states[name].tensors[key].to(_here()), rank)
+            for key in info.values:
+                for inner in _tensors_within(self._states[name].values[key]):
+                    send_tensor(inner.to(_here()), rank)
 
     def receive(self, part: str, pipe_rank: int, rank: int) -> None:
         """Take over what the ``pipe_rank``-th rank of this pipeline, which is ``rank``, keeps for ``part``."""
@@ -190,7 +210,10 @@ class TrainingState:
             for key, (shape, dtype, device_type) in info.tensors.items():
                 state.tensors[key] = receive_bytes(shape, dtype, _here(), rank).to(device_type)
             for key, (value, used_on) in info.values.items():
-                state.values[key] = value.to(used_on) if torch.is_tensor(value) else value
+                if torch.is_tensor(value):
+                    state.values[key] = value.to(used_on)
+                else:
+                    state.values[key] = tree_map_only(Inner, partial(_received, rank=rank), value)
 
     def drop(self, part: str) -> None:
         """Forget the parameters of ``part``, which left."""
@@ -460,7 +483,7 @@ def _describe(trained: Trained, entries: Mapping[str, Any]) -> Iterator[tuple[st
         elif torch.is_tensor(value):
             values[key] = value.detach().cpu(), value.device.type
         else:
-            values[key] = value, None
+            values[key] = tree_map_only(torch.Tensor, _inner, value), None
     for share in trained.shares:
         length = torch.Size([share.num_elements])
         infos = {
@@ -470,9 +493,28 @@ def _describe(trained: Trained, entries: Mapping[str, Any]) -> Iterator[tuple[st
         yield share.name, StateInfo(share, infos, values)
 
 
+def _inner(tensor: torch.Tensor) -> Inner:
+    return Inner(form_of(tensor), tensor.device.type)
+
+
+def _received(inner: Inner, rank: int) -> torch.Tensor:
+    return receive_tensor(inner.form, _here(), rank).to(inner.device_type)
+
+
+def _tensors_within(value: Any) -> list[torch.Tensor]:
+    """The tensors in the lists and dicts of a value, which is no tensor itself."""
+    return [] if torch.is_tensor(value) else [each for each in tree_leaves(value) if torch.is_tensor(each)]
+
+
 def _why_inseparable(trained: Trained, entries: Mapping[str, Any]) -> str:
     """Why the state of a flat tensor cannot be taken apart; empty if it can."""
     for key, value in entries.items():
+        if trained.is_flat and any(map(has_dimensions, _tensors_within(value))):
+            return (
+                f"the optimizer keeps tensors in {key!r}, a {type(value).__name__}, for {len(trained.shares)} "
+                "parameters that DeepSpeed has flattened: no layer can take its part along, so the cut cannot "
+                "change after the first step"
+            )
         if trained.is_flat and has_dimensions(value) and value.shape != trained.tensor.shape:
             return (
                 f"the optimizer keeps {key!r} of shape {tuple(value.shape)} for {len(trained.shares)} parameters "
