@@ -1,12 +1,12 @@
 """Copies of the weights that a callback, the LightningModule or a global of their code keeps, such as an average.
 
 In hooks each rank sees the weights of its own layers. A dict that a hook fills by their names, by the weights
-themselves or by their ``id()``, or a list in their order or in that of an optimizer's groups, has the values for
-these alone. When layers move, their values move with them; when the whole model is put on every rank, these are
-whole, too. A list of the weights themselves has those of this rank. What was made before the layers were spread,
-or in ``configure_optimizers``, loses what other ranks have. Copies in another form stay as they are, which is
-said. In a checkpoint the first rank of a pipeline writes copies whole, and each rank that reads it gets those of
-its layers. Nothing of this takes time in a step: it happens where layers move.
+themselves or by their ``id()``, or a list in their order, in that of ``state_dict()`` or in that of an optimizer's
+groups, has the values for these alone. When layers move, their values move with them; when the whole model is put
+on every rank, these are whole, too. A list of the weights themselves has those of this rank. What was made before
+the layers were spread, or in ``configure_optimizers``, loses what other ranks have. Copies in another form stay as
+they are, which is said. In a checkpoint the first rank of a pipeline writes copies whole, and each rank that reads
+it gets those of its layers. Nothing of this takes time in a step: it happens where layers move.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ WEIGHTS_STAY = (
 """What is said of weights that stay where they are."""
 
 Order = tuple[Any, ...]
-"""What a list is ordered by: ``("parameters", prefix, only_trained)``, as the module; ``("group", place)`` and
-``("groups",)``, as the optimizer; ``("list", place)``, as a list of weights that has an order of its own."""
+"""What a list is ordered by: ``("parameters", prefix, only_trained)``, as the module; ``("state", prefix)``, as
+its ``state_dict()``, with buffers; ``("group", place)`` and ``("groups",)``, as the optimizer; and
+``("list", place)``, as a list of weights that has an order of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +164,9 @@ class WeightCopies:
         before = self._own
         found = dict(self._found())
         staying = {place: value for place, value in self._walk() if not _is_within(place, found)}
+        forms = self._forms()
         stays = sorted(
-            {(_attribute(place), kind) for place, value in staying.items() if (kind := self._kind(value))}
+            {(_attribute(place), kind) for place, value in staying.items() if (kind := self._kind(value, forms))}
         )
         self._own = _weights_of(self._module)
         self._learn_names()
@@ -268,6 +270,20 @@ class WeightCopies:
         for place, names in enumerate(self._grouped):
             yield ("group", place), names
         yield ("groups",), tuple(name for names in self._grouped for name in names)
+        for prefix in self._prefixes:
+            yield (
+                ("state", prefix),
+                tuple(name for name, weight in own.items() if name.startswith(prefix) and weight.is_saved),
+            )
+
+    def _forms(self) -> set[tuple[torch.Size, ...]]:
+        """The forms of what a rank has of its weights, or of its buffers, in no order: a tuple has them, say."""
+        own = self._own
+        buffers = [name for name, weight in own.items() if not weight.is_listed]
+        several = [*(names for _, names in self._sequences(own)), tuple(own)]
+        forms = {tuple(sorted(own[name].shape for name in names if name in own)) for names in several}
+        of_buffers = tuple(sorted(own[name].shape for name in buffers))
+        return {each for each in forms if len(each) > 2} | ({of_buffers} if len(set(of_buffers)) > 1 else set())
 
     def _ordered(self, order: Order, names: Collection[str]) -> list[str]:
         """Those of ``names`` that this rank has, in an order."""
@@ -512,8 +528,13 @@ class WeightCopies:
                 return Values(value, names, prefix, order)
         return None
 
-    def _kind(self, value: Any) -> str:
-        """The sentence about something that stays: it has weights, or tensors of the forms of at least two."""
+    def _kind(self, value: Any, whole: Collection[tuple[torch.Size, ...]]) -> str:
+        """The sentence about something that stays: it has weights, or tensors of the forms of at least two.
+
+        Args:
+            value: What stays.
+            whole: What :meth:`_forms` gives, some of which may be of one form, or have forms of buffers.
+        """
         if isinstance(value, nn.Module):
             return ""
         if isinstance(value, Tensor):
@@ -532,8 +553,10 @@ class WeightCopies:
         forms = {weight.shape for weight in self._all.values() if weight.is_listed and len(weight.shape)}
         shapes = {tensor.shape for tensor in tensors}
         values = list(value.values()) if isinstance(value, dict) else members
-        is_of_weights = len(shapes) > 1 and shapes <= forms and all(isinstance(each, Tensor) for each in values)
-        return STAYS if is_of_weights else ""
+        if not all(isinstance(each, Tensor) for each in values):
+            return ""
+        is_of_weights = len(shapes) > 1 and shapes <= forms
+        return STAYS if is_of_weights or tuple(sorted(each.shape for each in values)) in whole else ""
 
 
 def _owners_of(
@@ -574,13 +597,21 @@ class Weight:
     trains: bool
     is_listed: bool
     """Whether ``parameters()`` gives it, under this name; not so buffers and second names."""
+    is_saved: bool
+    """Whether ``state_dict()`` gives it: all but buffers that are not persistent."""
 
 
 def _weights_of(module: nn.Module) -> dict[str, Weight]:
     """The parameters and buffers that can be read, by all of their names, in the order of ``state_dict()``."""
     listed = {name for name, _ in module.named_parameters()}
+    unsaved = {
+        f"{path}.{own}" if path else own
+        for path, part in module.named_modules(remove_duplicate=False)
+        for own in part._non_persistent_buffers_set
+    }
     return {
-        name: Weight(value.shape, value.requires_grad, name in listed) for name, value in _named_tensors(module)
+        name: Weight(value.shape, value.requires_grad, name in listed, name not in unsaved)
+        for name, value in _named_tensors(module)
     }
 
 

@@ -44,6 +44,7 @@ def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         "resumed_by_word", "names_and_values", "files_of_one_device", "folders_on_other_stages",
         "resumed_on_other_stages", "optimizers", "own_steps", "settings", "loggers", "profilers",
         "after_an_exception", "averages", "averages_resumed", "kept_weights", "kept_far_away",
+        "kept_with_buffers",
     ],
 )  # fmt: skip
 def test_two_stages_do_as_one_process(two: Records, case: str) -> None:
