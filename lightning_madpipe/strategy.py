@@ -581,10 +581,11 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         if self._engine is None and isinstance(self.launcher, ForkedRanks):
             return  # in the notebook, whose ranks have ended
         if not is_raised_by_all(exception):
-            what = self._module.trainer.state.fn.value
+            trainer = getattr(self.lightning_module, "_trainer", None)  # none where ranks were not launched yet
+            what = "its program" if trainer is None else f"{trainer.state.fn.value}()"
             if not is_met_by_all(exception):
                 watch.say_who_left(in_words(exception))
-            watch.tell_that_this_rank_leaves(f"left {what}() with {in_words(exception)}")
+            watch.tell_that_this_rank_leaves(f"left {what} with {in_words(exception)}")
             if self._engine is not None:
                 self._engine.tell_at_next_batch(exception)
         if is_raised_by_all(exception) and isinstance(exception, Exception):

@@ -1048,3 +1048,16 @@ def test_a_last_layer_that_returns_an_object_is_named():
         TypeError, match=r"the last layer returns SimpleNamespace, .* make the object of them in the step"
     ):
         run.collect((torch.ones(2), SimpleNamespace()))  # type: ignore[arg-type]
+
+
+def test_an_error_while_ranks_are_launched_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was replaced by one of Lightning's: the module is not attached to a Trainer yet."""
+    strategy = lightning_madpipe.MadPipeStrategy()
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
+
+    def launch(*_: Any, **__: Any) -> None:
+        raise OSError("no process can be started")
+
+    monkeypatch.setattr(type(strategy.launcher), "launch", launch)
+    with pytest.raises(OSError, match="no process can be started"):
+        trainer.fit(SequentialClassifier(), DataLoader(torch.zeros(4, 2)))
