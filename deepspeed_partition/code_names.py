@@ -26,6 +26,8 @@ LIBRARIES = (
 PACKAGES = frozenset(("site-packages", "dist-packages"))
 """How folders are called that packages are installed in."""
 MOST_FUNCTIONS = 200
+OF_EXEC = "exec()"
+"""The owner of names of a function that belongs to no module: ``exec()`` has made it in a dict without a name."""
 _OF_FILE = frozenset(
     f"{does}_{what}" for does in ("LOAD", "STORE", "DELETE") for what in ("GLOBAL", "NAME", "FROM_DICT_OR_GLOBALS")
 )
@@ -104,7 +106,7 @@ def names_read(function: FunctionType, kind: type | None) -> Iterator[Name]:
                         if isinstance(member := vars(value)[inner], type) and not is_librarys(member):
                             yield from _data_of_class(member, f"{key}.{inner}")
         elif key in of_file and key in function.__globals__:
-            yield Name(function.__module__, key, function.__globals__, key)
+            yield Name(module_of(function) or OF_EXEC, key, function.__globals__, key)
             if isinstance(value, type) and not is_librarys(value) and value is not kind:
                 yield from _data_of_class(value, key)
         if kind is not None:
@@ -120,13 +122,21 @@ def _defaults_of(function: FunctionType) -> Iterator[Name]:
         # Registries of packages, which fill themselves when they are asked, are none that code counts in.
         is_container = type(value) in (list, dict, set, bytearray, deque, Counter, defaultdict, OrderedDict)
         if is_container or isinstance(value, Iterator) or module_of(type(value)) == function.__module__:
-            yield Name(f"{function.__module__}.{function.__qualname__}()", key, table, key)
+            yield Name(f"{name_of(function)}()", key, table, key)
 
 
-def module_of(kind: type) -> str:
-    """The name of the module of a class; classes that Cython makes for its functions have a descriptor there."""
-    name = getattr(kind, "__module__", None)
+def module_of(named: Any) -> str:
+    """The name of the module of a class or a function, or nothing.
+
+    Classes that Cython makes for its functions have a descriptor there, and functions of ``exec()`` may have none.
+    """
+    name = getattr(named, "__module__", None)
     return name if isinstance(name, str) else ""
+
+
+def name_of(function: FunctionType) -> str:
+    """The name of a function with that of its module."""
+    return f"{module_of(function) or OF_EXEC}.{function.__qualname__}"
 
 
 @cache
@@ -264,7 +274,7 @@ class CodeSearch:
             return
         wrapper = attribute_of(code, "__func__", code)
         if isinstance(wrapper, CACHE) and not any(wrapper is each for each in self.caches.values()):
-            written = shown = f"{function.__module__}.{function.__qualname__}()"
+            written = shown = f"{name_of(function)}()"
             while shown in self.caches:  # of another call of the function around it
                 shown = f"{written} {len(self.caches) + 1}"
             self.caches[shown] = wrapper

@@ -9,7 +9,7 @@ from functools import cache
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
-from deepspeed_partition.code_names import LIBRARIES
+from deepspeed_partition.code_names import LIBRARIES, module_of
 
 OF_MEMBERS = ("STORE_SUBSCR", "DELETE_SUBSCR")
 FILLING = frozenset((
@@ -42,7 +42,7 @@ def names_of_forward(kind: Any) -> NamesOfForward:
     while todo:
         name = todo.pop()
         function = inspect.getattr_static(kind, name, None)
-        own = isinstance(function, FunctionType) and function.__module__.partition(".")[0] not in LIBRARIES
+        own = isinstance(function, FunctionType) and module_of(function).partition(".")[0] not in LIBRARIES
         if name not in seen and own:
             todo.extend(function.__code__.co_names)
             written.update(dict.fromkeys(_set_on_self(function)))

@@ -19,7 +19,7 @@ from deepspeed_partition.capture.kept_state import written_name
 from deepspeed_partition.capture.left_behind import is_no_librarys
 from deepspeed_partition.capture.reads_in_code import ReadsInCode
 from deepspeed_partition.capture.recorder import OF_HOSTS, CaptureError
-from deepspeed_partition.code_names import LIBRARIES, CodeSearch, forward_of
+from deepspeed_partition.code_names import LIBRARIES, CodeSearch, forward_of, module_of
 from deepspeed_partition.generators import members_of
 from deepspeed_partition.module_hooks import MODULE_HOOKS
 
@@ -264,7 +264,7 @@ def _computing_on(part: nn.Module) -> list[Any]:
 def _hooks_of(part: nn.Module, kinds: Container[str]) -> Iterator[tuple[str, Any]]:
     for table, kind in MODULE_HOOKS.items():
         for hook in vars(part)[table].values() if table in kinds else ():
-            if _named(hook).__module__.partition(".")[0] not in _LIBRARIES:
+            if module_of(_named(hook)).partition(".")[0] not in _LIBRARIES:
                 yield kind, hook
 
 

@@ -33,6 +33,7 @@ from deepspeed_partition.code_names import (
     is_installed,
     is_librarys,
     module_of,
+    name_of,
     set_by_class,
 )
 from deepspeed_partition.engine.runtime.environment import warn_once
@@ -143,14 +144,14 @@ class BesideModule:
             yield from ((f"{owner}.{key}", value) for key, value in vars(of).items())
         for function in self._search.functions:
             if vars(function):
-                yield f"{function.__module__}.{function.__qualname__}", function
+                yield name_of(function), function
         for called, cache in self._search.caches.items():
             if not vars(cache).keys() <= OF_WRAPPERS:
                 yield called, cache
 
     def _read(self, code: Iterable[Any]) -> None:
         """Read the methods of classes, and functions, for what they name."""
-        for each in sorted(code, key=lambda each: (each.__module__, each.__qualname__)):
+        for each in sorted(code, key=lambda each: (module_of(each), each.__qualname__)):
             self._code_read.add(each)
             if isinstance(each, FunctionType):
                 self._search.read(each, None)

@@ -175,7 +175,7 @@ class LayerCheck:
             restore()
 
     def _why_not(self) -> str | None:
-        if self._forward.__module__.startswith(("torch.", "lightning.", "pytorch_lightning.")):
+        if (self._forward.__module__ or "").startswith(("torch.", "lightning.", "pytorch_lightning.")):
             return f"{self._name} has no forward() to compare {self._list_in_words} with"
         if any(isinstance(layer, LayerSpec) and not isinstance(layer, TiedModule) for layer in self._layers):
             why = "which is built where it runs"

@@ -11,8 +11,11 @@ import torch.nn.functional as F
 from pytorch_lightning.callbacks import ModelSummary
 from torch import nn
 
-from lightning_madpipe.checkpoint.held_objects import inside, walk
+from deepspeed_partition.capture.outside_layers import _hooks_of
+from deepspeed_partition.names_of_forward import names_of_forward
+from lightning_madpipe.checkpoint.held_objects import inside, roots, walk
 from lightning_madpipe.compat.callback_patches import summarize_whole
+from lightning_madpipe.steps.beside_module import BesideModule
 
 
 def modules_in(holder: Any) -> list[nn.Module]:
@@ -80,3 +83,42 @@ def test_attributes_are_read_without_code_of_their_class():
     callback, lazy, teacher = ModelSummary(), Lazy(), nn.Linear(2, 2)
     lazy.teacher, callback.lazy = teacher, lazy
     assert modules_in(callback) == [teacher]
+
+
+CODE = """
+import pytorch_lightning as pl
+from torch import nn
+
+copies, counts = [nn.Linear(2, 2)], {"steps": 0}
+
+def average(kept=[]):
+    kept.append(counts["steps"])
+
+average.times = 0
+hook = lambda *_: average()
+
+class Net(pl.LightningModule):
+    def training_step(self, batch, batch_idx):
+        average()
+        return copies[0](batch).sum()
+
+    def forward(self, x):
+        return x
+
+Net.forward = lambda self, x: self.training_step(x, 0)
+"""
+
+
+def test_names_of_code_that_exec_has_made_in_a_dict_without_a_name_are_searched():
+    """Functions of such code belong to no module: the run ended with an AttributeError of ours."""
+    names: dict[str, Any] = {}
+    exec(CODE, names)
+    module = names["Net"]()
+    module.child = nn.Linear(2, 2)
+    module.child.register_forward_hook(names["hook"])
+    assert module.forward.__module__ is None
+    found = dict(roots(module, {"self": module}))
+    assert found["exec().copies"] is names["copies"]
+    assert names["average"] in BesideModule(module, [(names["average"], None)]).reached([]).values()
+    assert "training_step" in names_of_forward(type(module)).read
+    assert [kind for kind, _ in _hooks_of(module.child)]
