@@ -34,6 +34,8 @@ _OF_FILE = frozenset(
 """Operations on names that are no attributes: those of a class's body may be of its file."""
 _OF_HEAP = 1 << 9
 """A flag of classes that code in Python has made."""
+_OF_NOTHING = frozenset(("RESUME", "NOP", "LOAD_CONST", "RETURN_CONST", "RETURN_VALUE"))
+"""Operations of a function that returns a constant."""
 STEPS = ("training_step", "validation_step", "test_step", "predict_step", "forward")
 
 
@@ -247,6 +249,15 @@ def attribute_of(value: Any, name: str, default: Any = None) -> Any:
         return getattr(value, name, default)
     except Exception:
         return default
+
+
+def does_nothing(value: Any) -> bool:
+    """Whether a function or a method has no code but ``return``, ``pass`` or a docstring."""
+    function = attribute_of(value, "__func__", value)
+    return isinstance(function, FunctionType) and all(
+        each.opname in _OF_NOTHING and (each.opname == "RESUME" or each.argval is None)
+        for each in dis.get_instructions(function)
+    )
 
 
 class CodeSearch:

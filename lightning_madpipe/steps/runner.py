@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from deepspeed_partition.capture.sizes import ShapeError, way_of_sizes
+from deepspeed_partition.code_names import does_nothing
 from deepspeed_partition.dropped_writing import prints_asked
 from deepspeed_partition.engine import MadPipeEngine, PipelineModule
 from deepspeed_partition.engine.pipeline.drawn_data import Originals, OwnMemory
@@ -339,6 +340,8 @@ class BatchRunner:
         Returns:
             What the step returned, joined over the micro-batches, if somebody reads it; else its loss, or None.
         """
+        if does_nothing(getattr(self._module, step)):
+            return None  # what is evaluated, a hook evaluates
         begins, drawn = self._reading.begins, batch
         if self._window and step == "validation_step":
             self._reading.tell(note_on_validation_within_window(self._trainer, self._module))

@@ -1201,11 +1201,31 @@ def collectives(host: Host) -> dict[str, Any]:
     return run_chosen({kind.__name__: lambda kind=kind: fit(kind) for kind in kinds})
 
 
+class ValidatesInHook(cases.Classifier):
+    """Its validation is in a hook, and the step is there for Lightning alone."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Do nothing."""
+        return
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("epochs", float(self.current_epoch))
+
+
+def empty_steps(host: Host) -> dict[str, Any]:
+    """A step that does nothing was refused: it returns without a call of self.forward()."""
+    recorder = cases.Recorder()
+    trainer = host.trainer(recorder, max_epochs=2, strategy={"algorithm": [0, 2, 8]})
+    trainer.fit(seeded(ValidatesInHook), cases.loader(32), cases.loader(32))
+    return {"rows": recorder.rows, "epochs": float(trainer.callback_metrics["epochs"])}
+
+
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     2: [
         predictions, default_predictions, returned, left_behind, with_metrics, metrics_of_hooks, weights_left_out,
         logs_everywhere, shown, summed, skips, rank_zero, global_board, logged_sizes, scaled_batches, contrasts,
         last_batches, *loop_cases.SAME_AS_SINGLE[2],
+        empty_steps,
     ],
     4: [predictions, left_behind, replicated_metrics, contrasts],
 }  # fmt: skip

@@ -55,7 +55,7 @@ def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         "predictions", "default_predictions", "returned", "left_behind", "with_metrics", "metrics_of_hooks",
         "weights_left_out", "summed", "data_modules", "combined", "reloaded", "streamed", "structured_batches",
         "masked", "consumed_batches", "ended_epochs",
-        "refilled_batches", "arriving_batches", "skips", "logged_sizes", "last_batches",
+        "refilled_batches", "arriving_batches", "skips", "logged_sizes", "last_batches", "empty_steps",
     ],
 )  # fmt: skip
 def test_two_stages_do_what_one_process_does(two: Records, case: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from deepspeed_partition.code_names import CodeSearch, globals_in  # noqa: E402
+from deepspeed_partition.code_names import CodeSearch, does_nothing, globals_in  # noqa: E402
 from deepspeed_partition.engine.pipeline.shared_weights import _held_by  # noqa: E402
 from deepspeed_partition.profiling.attributes import state_kept  # noqa: E402
 
@@ -122,3 +122,14 @@ def test_a_variable_that_is_bound_later_is_none_yet():
     assert {name.key for name in search.found.values()} == {"scale"}
     factor = 3.0
     assert loss_fn(1.0) == 6.0
+
+
+def test_what_does_nothing_is_known() -> None:
+    def empty(self: Any, batch: Any) -> None:
+        """Do nothing."""
+
+    def waiting(self: Any, batch: Any) -> Any:
+        yield
+
+    assert does_nothing(empty) and not does_nothing(lambda: 5) and not does_nothing(waiting)
+    assert not does_nothing(Layer().forward) and not does_nothing(None)
