@@ -167,11 +167,10 @@ def _is_of_user(hook: Any) -> bool:
 
 def uses_argument(function: Any, place: int) -> bool:
     """Whether the code of a function names the argument that it is given at ``place``; True if it has no code."""
-    inner = inspect.unwrap(function)
-    code = getattr(inner, "__code__", None)
+    code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:
         return True
-    place += inspect.ismethod(inner)
+    place += inspect.ismethod(function)  # what a decorator has wrapped is a function
     has_rest = code.co_flags & inspect.CO_VARARGS
     if place >= code.co_argcount and not has_rest:
         return False

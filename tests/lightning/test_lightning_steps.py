@@ -377,6 +377,21 @@ def test_what_uses_its_outputs_is_seen_in_its_code() -> None:
     assert not uses_argument(lambda trainer, module, *_: None, 2) and uses_argument(print, 2)
 
 
+def test_what_a_decorated_hook_uses_is_seen_in_its_code() -> None:
+    """An average of weights without gradients was told to use its outputs, for it uses what comes before them."""
+
+    class Hooks:
+        @torch.no_grad()
+        def passes(self, trainer: object, module: object, outputs: object) -> None:
+            print(module)
+
+        @torch.no_grad()
+        def uses(self, trainer: object, module: object, outputs: object) -> None:
+            print(outputs)
+
+    assert not uses_argument(Hooks().passes, 2) and uses_argument(Hooks().uses, 2)
+
+
 def test_time_is_over_at_the_same_step_everywhere(two: Records) -> None:
     assert two.of("timed")["some"]
 

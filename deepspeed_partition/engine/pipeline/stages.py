@@ -336,11 +336,11 @@ class StagesModule(deepspeed.pipe.PipelineModule):
 
         It has run before, then, and nothing of it is recomputed; gradients are computed.
         """
-        shared, plan = self._shared_things, self.madpipe_cut.plan if self.madpipe_cut is not None else None
+        plan = self.madpipe_cut.plan if self.madpipe_cut is not None else None
         if (
-            shared is None or (stage, self.training) not in self._stages_looked_at or self._within is not None
-            or self.activation_checkpoint_interval or self.seed_layers or not self._has_no_own_forward()
-            or (plan is not None and plan.stages[stage].blocks)
+            self._shared_things is None or (stage, self.training) not in self._stages_looked_at
+            or self._within is not None or self.activation_checkpoint_interval or self.seed_layers
+            or not self._has_no_own_forward() or (plan is not None and plan.stages[stage].blocks)
         ):  # fmt: skip
             return None
 
@@ -348,7 +348,8 @@ class StagesModule(deepspeed.pipe.PipelineModule):
             try:
                 return self._forward_in_turn(forward_input)
             except MISSED as error:
-                if explained := shared.explained(error, stage):
+                # Not kept until then: it holds layers, which may leave before the next batch.
+                if self._shared_things is not None and (explained := self._shared_things.explained(error, stage)):
                     raise explained from error
                 raise
 

@@ -2,7 +2,8 @@
 
 Each rank records the code again where a number that it reads has changed there. If ranks count otherwise, as
 where a hook on one of them counts, their layers would be of different models. So ranks compare what they have
-recorded at the end of a batch in which something has changed on some rank, and of the first one.
+recorded at the end of a batch in which something has changed on some rank, and of the first one. In a pipeline
+that never drains they do not: its batches have no end of their own.
 """
 
 from __future__ import annotations
