@@ -48,7 +48,7 @@ from tests.engine.running import (
     train,
     train_on_four_cuts,
 )
-from tests.engine.warm_up_cases import heard
+from tests.engine.warm_up_cases import heard, said_here
 
 WARM_UP, AFTER = 3, 2
 
@@ -1435,15 +1435,6 @@ def the_ends_of_the_pipeline_are_told_where_a_plan_moves_them(_: Path) -> None:
         lines = [each for each in sentences if "engine.is_last_stage() each time" in each]
         assert [line.partition(":")[0] for line in lines] == (told if dist.get_rank() == 0 else []), lines
         assert not lines or ("'contiguous'" in lines[-1]) == are_elsewhere, lines
-
-
-@contextmanager
-def said_here() -> Iterator[list[str]]:
-    """The sentences of this rank."""
-    sentences: list[str] = []
-    with patch.object(environment, "logger") as logger:
-        yield sentences
-    sentences += [str(call.args[1]) for call in logger.log.call_args_list]
 
 
 # Layers that ask where they run

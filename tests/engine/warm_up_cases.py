@@ -55,6 +55,15 @@ def heard() -> Iterator[list[str]]:
     sentences += gather_objects(mine)[0]
 
 
+@contextmanager
+def said_here() -> Iterator[list[str]]:
+    """The sentences of this rank."""
+    sentences: list[str] = []
+    with patch.object(environment, "logger") as logger:
+        yield sentences
+    sentences += [str(call.args[1]) for call in logger.log.call_args_list]
+
+
 def leaves_nothing(engine: MadPipeEngine, data: list[Any]) -> None:
     """No stand-in, and nothing that would look at another step."""
     assert engine._pending.warm_up is None and engine.around_optimizer_step is None
