@@ -18,6 +18,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch import nn
 from deepspeed_partition.capture.recording import Call, Recording, Template
 from deepspeed_partition.capture.source_lines import model_frame
 from deepspeed_partition.capture.without_data import hidden_modes
+from deepspeed_partition.code_names import module_of
 from deepspeed_partition.generators import COMMON, GENERATORS, generator_state, generators_of, set_generator_state
 
 EXTREMES = (0, 0x12DD9BB3)
@@ -236,9 +238,19 @@ def digest_of(root: Call) -> str:
 
 def _signature(call: Call) -> Any:
     """What a module's code did, as something that can be compared with another recording's."""
-    target = call.target if isinstance(call.target, str) else getattr(call.target, "__name__", str(call.target))
     ends = tuple(_leaves(template) for template in (call.given, call.returned))
-    return target, ends, tuple(map(_signature, call.calls)), tuple(str(each.outcome) for each in call.conditions)
+    return _called(call.target), ends, tuple(map(_signature, call.calls)), tuple(str(each.outcome) for each in call.conditions)
+
+
+def _called(target: Any) -> Any:
+    """A function or a module by its name, which is the same in all processes, as no address is."""
+    if isinstance(target, str):
+        return target
+    if isinstance(target, partial):  # such as an autograd.Function, whose apply() is given it
+        return (_called(target.func), *map(_called, target.args))
+    if isinstance(target, type):  # a script that another process imports has another name there
+        return module_of(target).replace("__mp_main__", "__main__"), target.__qualname__
+    return getattr(target, "__name__", type(target).__qualname__)
 
 
 def _leaves(template: Template | None) -> Any:

@@ -20,6 +20,7 @@ from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from deepspeed_partition.capture import CaptureError, ShapeError, capture, layers_as_they_are  # noqa: E402
+from deepspeed_partition.capture.draws import digest_of  # noqa: E402
 from deepspeed_partition.capture.reads_in_code import ReadsInCode  # noqa: E402
 from tests.capture.comparing import assert_same, captured_layers, run_in_order  # noqa: E402
 
@@ -795,6 +796,36 @@ def test_of_a_dict_that_code_reads_as_a_whole_that_is_told():
     model.table["other"] = 1
     torch.testing.assert_close(run_in_order(layers, x), model(x))
     assert "when the code that reads self.table was written down" in told[0]
+
+
+def doubling() -> Any:
+    """Another class in each call, as in each process: of the same name, at another address."""
+
+    class Doubling(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * 2
+
+    return Doubling
+
+
+class CallsFunctions(Keeper):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held.function, self.held.traced = doubling(), torch.jit.trace(torch.relu, torch.zeros(3, 8))
+
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        return self.held.traced(self.held.function.apply(x))
+
+
+def test_recordings_of_other_processes_are_compared_by_names():
+    """A model that calls an autograd.Function was refused in its first batch: its class has an address."""
+    models = [layers_as_they_are(CallsFunctions(), (torch.randn(3, 8),), {}) for _ in range(2)]
+    assert len({digest_of(each.recipe.captured.graph.recording.root) for each in models}) == 1
 
 
 class Recomputing(nn.Module):
