@@ -12,13 +12,13 @@ nothing: it is recorded again with the smallest and the largest numbers, and com
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from hashlib import sha256
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -31,6 +31,7 @@ from deepspeed_partition.capture.source_lines import model_frame
 from deepspeed_partition.capture.without_data import hidden_modes
 from deepspeed_partition.code_names import module_of
 from deepspeed_partition.generators import COMMON, GENERATORS, generator_state, generators_of, set_generator_state
+from deepspeed_partition.tensor_values import bytes_view, each_once, parts_of, plain_numbers
 
 EXTREMES = (0, 0x12DD9BB3)
 """Words of the state of a Mersenne twister that give the smallest and the largest numbers."""
@@ -233,13 +234,29 @@ def _modules_in(call: Call) -> Iterator[Call]:
 
 def digest_of(root: Call) -> str:
     """What is the same for two recordings of the same calls, on whichever processes."""
-    return hashlib.sha256(repr(_signature(root)).encode()).hexdigest()
+    return sha256(repr(_signature(root)).encode()).hexdigest()
 
 
-def _signature(call: Call) -> Any:
-    """What a module's code did, as something that can be compared with another recording's."""
-    ends = tuple(_leaves(template) for template in (call.given, call.returned))
-    return _called(call.target), ends, tuple(map(_signature, call.calls)), tuple(str(each.outcome) for each in call.conditions)
+def _signature(root: Call) -> Any:
+    """What a model's code did, as something that can be compared with another recording's."""
+    known: dict[int, Any] = {}
+
+    def of(call: Call) -> Any:
+        ends = tuple(leaves(template) for template in (call.given, call.returned))
+        conditions = tuple(str(each.outcome) for each in call.conditions)
+        return _called(call.target), ends, tuple(map(of, call.calls)), conditions
+
+    def leaves(template: Template | None) -> Any:
+        return None if template is None else tuple(map(in_words, template.leaves))
+
+    def in_words(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor | numpy.ndarray):
+            return _in_words(leaf)
+        if id(leaf) not in known:  # a mask that each block is given is read once
+            known[id(leaf)] = _contents_of(leaf)
+        return known[id(leaf)]
+
+    return of(root)
 
 
 def _called(target: Any) -> Any:
@@ -253,16 +270,29 @@ def _called(target: Any) -> Any:
     return getattr(target, "__name__", type(target).__qualname__)
 
 
-def _leaves(template: Template | None) -> Any:
-    return None if template is None else tuple(map(_in_words, template.leaves))
+def _contents_of(leaf: torch.Tensor | numpy.ndarray[Any, Any]) -> Any:
+    """The type, the sizes and a digest of the numbers of a tensor or an array."""
+    if isinstance(leaf, numpy.ndarray):
+        numbers = None if leaf.dtype.hasobject else sha256(leaf.tobytes()).hexdigest()
+        return str(leaf.dtype), leaf.shape, numbers
+    with torch._C.DisableTorchFunction():
+        parts = [(str(each.dtype), _sizes_of(each), _digest_of_numbers(each)) for each in parts_of(leaf.detach())]
+        return str(leaf.dtype), str(leaf.layout), _sizes_of(leaf), parts
+
+
+def _sizes_of(tensor: torch.Tensor) -> Any:
+    return [_sizes_of(each) for each in tensor.unbind()] if tensor.is_nested else tuple(tensor.shape)
+
+
+def _digest_of_numbers(tensor: torch.Tensor) -> Any:
+    if tensor.is_nested:
+        return [_digest_of_numbers(each) for each in tensor.unbind()]
+    if tensor.is_meta:
+        return None
+    return sha256(bytes_view(plain_numbers(each_once(tensor))).cpu().numpy().data).hexdigest()
 
 
 def _in_words(leaf: Any) -> Any:
-    if isinstance(leaf, numpy.ndarray):
-        return leaf.tobytes()
-    if isinstance(leaf, torch.Tensor):
-        with torch._C.DisableTorchFunction():
-            return leaf.detach().cpu().double().numpy().tobytes() if not leaf.is_complex() else repr(leaf)
     plain = isinstance(leaf, bool | int | float | complex | str | None) or type(leaf).__module__.startswith(
         "deepspeed_partition."
     )
