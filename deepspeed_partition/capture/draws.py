@@ -244,7 +244,7 @@ def _signature(root: Call) -> Any:
     def of(call: Call) -> Any:
         ends = tuple(leaves(template) for template in (call.given, call.returned))
         conditions = tuple(str(each.outcome) for each in call.conditions)
-        return _called(call.target), ends, tuple(map(of, call.calls)), conditions
+        return _called(call.target), ends, call.context, tuple(map(of, call.calls)), conditions
 
     def leaves(template: Template | None) -> Any:
         return None if template is None else tuple(map(in_words, template.leaves))
@@ -293,7 +293,6 @@ def _digest_of_numbers(tensor: torch.Tensor) -> Any:
 
 
 def _in_words(leaf: Any) -> Any:
-    plain = isinstance(leaf, bool | int | float | complex | str | None) or type(leaf).__module__.startswith(
-        "deepspeed_partition."
-    )
-    return repr(leaf) if plain else type(leaf).__name__
+    is_plain = isinstance(leaf, bool | int | float | complex | str | torch.dtype | None)
+    is_own = type(leaf).__module__.startswith("deepspeed_partition.")
+    return repr(leaf) if is_plain or is_own else type(leaf).__name__

@@ -21,6 +21,7 @@ from deepspeed_partition.capture.captured import (
     same_autocast,
     without_data,
 )
+from deepspeed_partition.capture.draws import digest_of
 from deepspeed_partition.capture.graph import Graph, Node
 from deepspeed_partition.capture.layout import Layout, layout_of
 from deepspeed_partition.capture.ordering import choose_order
@@ -216,6 +217,8 @@ class Recipe:
     """What was recorded since the layers were made, for each state."""
     _stale: tuple[dict[Any, list[Program]], str] = field(default_factory=lambda: ({}, ""))
     """The programs before the last change of what code reads, and that change in words."""
+    _digests: dict[Any, str] = field(default_factory=dict)
+    """Of what was recorded before the last change, for each state."""
 
     def __deepcopy__(self, _: Any) -> Recipe:
         return self
@@ -297,6 +300,7 @@ class Recipe:
         if self.outside is not None:
             self.outside.verify()
             if change := self.outside.changes():
+                self._digests |= {state: digest_of(each.root) for state, each in self.recorded.items()}
                 self._stale, self.programs = (self.programs, change), {}
                 self._recordings, self.recorded = {}, {}
         running = self.running or self
@@ -304,6 +308,8 @@ class Recipe:
         if state not in running.programs:
             running.programs[state] = self._captured_again(running.captured, *state)
             self._verify_ends(state)
+            if self.outside is not None and self._digests.get(state) != digest_of(self._recordings[state].root):
+                self.outside.runs_other_calls()
         self.recorded[state] = self._recordings.get(state, self.captured.graph.recording)
         return running.programs[state][number]
 

@@ -6,7 +6,7 @@ that their code reads of an attribute is in the layers what it was when that cod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,9 +30,16 @@ _LIBRARIES = frozenset((*LIBRARIES, "accelerate", "diffusers", "peft", "torchmet
 _MOST_MEMBERS = 100
 """Members of a dict up to which each is looked at before each run of a layer."""
 _PLAIN = frozenset((bool, int, float, complex, str, type(None)))
+_KEY = "read by captured code"
 CHANGES = (
     "{} when the code that reads {} was written down as layers: it is written down anew for each change, which "
     "takes about as long as making them; a tensor among the model's arguments may change"
+)
+_MOST_ALIKE = 3
+"""Changes of a list in a row without which the same would be recorded: after them it is not compared any more."""
+NOT_COMPARED = (
+    "{} has changed {} times, and the code that reads {} ran the same calls each time: layers do not follow its "
+    "changes any more; give it to the model as a tensor where the code comes to do something else by it"
 )
 UNCALLED = "which no layer calls"
 UNFILLED = (
@@ -57,12 +64,19 @@ class OutsideLayers:
         # What a run sets itself before it reads it may be anything beforehand.
         recording = captured.graph.recording
         sets = {f"{written_name(*each)}" for each in recording.sets} | {each.written for each in recording.left}
+        filled = {id(each.table) for each in recording.left}  # which may have several names
         every = [read for name, part in self._opened.items() for read in _read_by(name, part)]
-        self._read = [read for read in every if sets.isdisjoint((read.written, read.reader))]
+        self._read = [
+            read for read in every if sets.isdisjoint((read.written, read.reader)) and read.container not in filled
+        ]
+        self._last: list[str] = []
+        """What has changed last."""
+        self._num_alike: dict[str, int] = {}
+        """How often in a row a change has changed nothing in what was recorded, by what is called so."""
         self.changed = {read.written: read.in_words for read in self._read}
         """What was read, or has changed since, and was not yet compared with other ranks, in words."""
-        self.tell: Callable[[str], object] = lambda sentence: None
-        """Is given what a user should be told once."""
+        self.tell: Callable[[str, str], object] = lambda key, sentence: None
+        """Is given what a user should be told once, and what that is known by."""
 
     def verify(self) -> None:
         """Refuse hooks that no layer calls.
@@ -82,14 +96,33 @@ class OutsideLayers:
         if self._recorded and self._recorded != (now := self._computing()):
             self._recorded = [hook for hook in self._recorded if hook in now]
             return "a hook is there no more"
-        changed = [read for read in self._read if read.is_changed]
+        changed = self._followed([read for read in self._read if read.is_changed])
         if not changed:
             return ""
+        self._last = [read.written for read in changed]
+        self._num_alike |= {name: self._num_alike.get(name, 0) + 1 for name in self._last}
         self._read = [read._replace(value=read.now) for read in self._read]
         self.changed |= {read.written: read._replace(value=read.now).in_words for read in changed}
         first = changed[0]
-        self.tell(CHANGES.format(first.compared, first.reader))
+        self.tell(_KEY, CHANGES.format(first.compared, first.reader))
         return first.now_in_words
+
+    def runs_other_calls(self) -> None:
+        """Take that the last change has changed what was recorded, or that this is not known."""
+        self._num_alike |= dict.fromkeys(self._last, 0)
+
+    def _followed(self, changed: Sequence[_Read]) -> list[_Read]:
+        """What has changed, but for lists whose last changes did nothing, such as one that each step fills."""
+        idle = {
+            read.written: read
+            for read in changed
+            if read.container is not None and self._num_alike.get(read.written, 0) >= _MOST_ALIKE
+        }
+        for read in idle.values():
+            self.tell(f"{_KEY}: {read.written}", NOT_COMPARED.format(read.written, _MOST_ALIKE, read.reader))
+        if idle:
+            self._read = [read for read in self._read if read.written not in idle]
+        return [read for read in changed if read.written not in idle]
 
 
 def refuse_hooks(
@@ -164,6 +197,11 @@ class _Read(NamedTuple):
     @property
     def now(self) -> Any:
         return _taken(self.table.get(self.key))
+
+    @property
+    def container(self) -> int | None:
+        """The list that it is, by its address; None of what is none."""
+        return id(self.table[self.key]) if type(self.table.get(self.key)) is list else None
 
     @property
     def is_changed(self) -> bool:

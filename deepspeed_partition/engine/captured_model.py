@@ -22,7 +22,7 @@ def layers_of(model: nn.Module, *args: Any, **kwargs: Any) -> Layers:
     for note in layers.captured.notes:
         announce(note)
     if layers.recipe.outside is not None:
-        layers.recipe.outside.tell = functools.partial(warn_once, "read by captured code")
+        layers.recipe.outside.tell = warn_once
         watch_recordings(layers.recipe)
     return layers
 

@@ -557,7 +557,7 @@ def test_a_number_that_code_reads_may_change(name, within):
     inner = Scaling()
     model = nn.Sequential(nn.Linear(8, 8), inner) if within else inner
     layers, x, told = layers_as_they_are(model, (torch.randn(3, 8),), {}), torch.randn(3, 8), []
-    layers.recipe.outside.tell = told.append
+    layers.recipe.outside.tell = lambda _, line: told.append(line)
     for value in (1.0, 0.5, 0.5, 3.0):
         CHANGED[name](inner, value)
         inner.unread += 1
@@ -741,7 +741,7 @@ def test_tensors_lists_and_variables_that_code_reads_may_change():
     global FACTOR
     model, told = ReadsHeld(), list[str]()
     layers, x = layers_as_they_are(model, (torch.randn(3, 8),), {}), torch.randn(3, 8)
-    layers.recipe.outside.tell = told.append
+    layers.recipe.outside.tell = lambda _, line: told.append(line)
     torch.testing.assert_close(run_in_order(layers, x), model(x))
     model.running = torch.ones(8)
     torch.testing.assert_close(run_in_order(layers, x), model(x))
@@ -766,7 +766,7 @@ def test_a_number_that_code_only_shows_may_change_without_a_recording(capsys):
     """Each step recorded the model anew, where a script counted what its code only prints."""
     model, told = Shows(), list[str]()
     layers, x = layers_as_they_are(model, (torch.randn(3, 8),), {}), torch.randn(3, 8)
-    layers.recipe.outside.tell = told.append
+    layers.recipe.outside.tell = lambda _, line: told.append(line)
     programs = layers.recipe.programs
     for _ in range(3):
         model.num_runs += 1
@@ -792,6 +792,54 @@ def test_code_whose_file_has_changed_since_is_taken_to_read_all_that_it_names(tm
     monkeypatch.delitem(sys.modules, "changing_code")
 
 
+class AsksLength(Keeper):
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.factors[0] if len(self.factors) > 1 else x
+        if len(self.features) > 50:
+            self.features.clear()
+        return x
+
+
+def test_a_list_that_is_filled_for_nothing_is_not_followed_for_ever():
+    """A loop that kept its losses in a list of the model had the model recorded in each step."""
+    model, told, num_recorded = AsksLength(), list[str](), 0
+    layers, x = layers_as_they_are(model, (torch.randn(3, 8),), {}), torch.randn(3, 8)
+    layers.recipe.outside.tell = lambda _, line: told.append(line)
+    run_in_order(layers, x)
+    for step in range(8):
+        programs = layers.recipe.programs
+        model.features.append(torch.ones(()) * step)
+        torch.testing.assert_close(run_in_order(layers, x), model(x))
+        num_recorded += layers.recipe.programs is not programs
+    assert num_recorded == 3 and told[-1].startswith("self.features has changed 3 times, and the code that reads")
+    assert len([line for line in told if "3 times" in line]) == 1
+    for value in range(3, 8):  # what changes the layers is followed all the same
+        model.factors[0] = float(value)
+        torch.testing.assert_close(run_in_order(layers, x), model(x))
+
+
+class FillsShared(nn.Module):
+    """Fills a list in its own code that it asks for its length by another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.losses = Appends(), Appends(), list[Any]()
+        self.first.features = self.second.features = self.losses
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.first(x))
+        if len(self.losses) > 50:
+            self.losses.clear()
+        return x
+
+
+def test_a_list_that_code_fills_is_not_compared_by_any_of_its_names():
+    model = FillsShared()
+    layers = layers_as_they_are(model, (torch.randn(3, 8),), {})
+    model.losses.append(torch.ones(()))
+    assert not layers.recipe.outside.changes()
+
+
 class Sums(Keeper):
     def change(self, x: torch.Tensor) -> torch.Tensor:
         return x * sum(self.table.values())
@@ -800,7 +848,7 @@ class Sums(Keeper):
 def test_of_a_dict_that_code_reads_as_a_whole_that_is_told():
     model, told = Sums(), list[str]()
     layers, x = layers_as_they_are(model, (torch.randn(3, 8),), {}), torch.randn(3, 8)
-    layers.recipe.outside.tell = told.append
+    layers.recipe.outside.tell = lambda _, line: told.append(line)
     model.table["other"] = 1
     torch.testing.assert_close(run_in_order(layers, x), model(x))
     assert "when the code that reads self.table was written down" in told[0]
