@@ -482,6 +482,40 @@ def states_in_lists_go_to_the_rank_that_gets_the_layer(_: Path) -> None:
     assert values and not any(map(torch.is_tensor, tree_leaves(values))), values
 
 
+class Convolved(nn.Module):
+    """Has a weight whose elements lie in memory in the order of channels_last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 2, padding="same").to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        images = x.view(len(x), 4, -1, 2)
+        return x + torch.tanh(self.conv(images)).reshape(x.shape)
+
+
+def fused_optimizers_go_on_with_weights_in_channels_last(_: Path) -> None:
+    """Fused ones pair elements by their order in memory: weights kept theirs, and states came contiguous."""
+    data = batches(4)
+    layers = [
+        LayerSpec(nn.Linear, 8, WIDTH),
+        *(LayerSpec(Convolved) for _ in range(6)),
+        LayerSpec(nn.Linear, WIDTH, 4),
+    ]
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), lr=0.05, fused=True)
+
+    expected = train(start(layers, [0, 3, 8], optimizer=make)[0], data)
+    engine, _, _ = start(layers, [0, 3, 8], optimizer=make)
+    losses = train(engine, data[:2])
+    engine.recut([0, 6, 8])
+    same(losses + train(engine, data[2:]), expected)
+    for weight in (each.conv.weight for each in engine.module.modules() if isinstance(each, Convolved)):
+        strides = {weight.stride(), engine.optimizer.state[weight]["exp_avg"].stride()}
+        assert strides == {(16, 1, 8, 4)}, strides
+
+
 CASES = [
     functions_that_a_script_puts_into_layers_on_each_rank,
     tensors_that_a_script_changes_in_place,
@@ -492,4 +526,5 @@ CASES = [
     tensors_go_as_they_lie_in_memory,
     tensors_that_cannot_be_sent_are_refused_before_the_warm_up,
     states_in_lists_go_to_the_rank_that_gets_the_layer,
+    fused_optimizers_go_on_with_weights_in_channels_last,
 ]

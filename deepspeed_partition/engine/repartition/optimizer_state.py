@@ -32,7 +32,7 @@ from deepspeed_partition.engine.repartition.tensor_forms import (
     receive_tensor,
     send_tensor,
 )
-from deepspeed_partition.engine.runtime.collectives import gather_objects, receive_bytes, send_bytes
+from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.environment import warn_once
 
 Key: TypeAlias = str | None
@@ -105,16 +105,19 @@ class StateInfo:
     """A :class:`ParameterState` as another rank must know it."""
 
     share: Share
-    tensors: dict[Key, tuple[torch.Size, torch.dtype, str]]
-    """Shape, type, and type of device."""
+    tensors: dict[Key, SentState]
     values: dict[Key, tuple[Any, str | None]]
     """The value, on the CPU if it is a tensor, and the type of device that it is used on. A tensor in a list
-    or a dict is an :class:`Inner` there, and sent."""
+    or a dict is a :class:`SentState` there, and sent."""
 
 
 @dataclass(frozen=True, slots=True)
-class Inner:
-    """A tensor in a list or a dict of a parameter's state, as another rank must know it."""
+class SentState:
+    """A tensor of a parameter's state, as another rank must know it.
+
+    It lies there in memory as it lies here: fused optimizers take the elements of a parameter and of its state in
+    the order of memory.
+    """
 
     form: TensorForm
     device_type: str
@@ -198,22 +201,22 @@ class TrainingState:
         """Send what is kept for the parameters of ``part`` to ``rank``, which calls :meth:`receive`."""
         for name, info in self._infos_of(part, self._pipe_rank):
             for key in info.tensors:
-                send_bytes(self._states[name].tensors[key].to(_here()), rank)
+                send_tensor(self._states[name].tensors[key], rank)
             for key in info.values:
                 for inner in _tensors_within(self._states[name].values[key]):
-                    send_tensor(inner.to(_here()), rank)
+                    send_tensor(inner, rank)
 
     def receive(self, part: str, pipe_rank: int, rank: int) -> None:
         """Take over what the ``pipe_rank``-th rank of this pipeline, which is ``rank``, keeps for ``part``."""
         for name, info in self._infos_of(part, pipe_rank):
             state = self._states[name] = ParameterState(info.share)
-            for key, (shape, dtype, device_type) in info.tensors.items():
-                state.tensors[key] = receive_bytes(shape, dtype, _here(), rank).to(device_type)
+            for key, sent in info.tensors.items():
+                state.tensors[key] = _received(sent, rank)
             for key, (value, used_on) in info.values.items():
                 if torch.is_tensor(value):
                     state.values[key] = value.to(used_on)
                 else:
-                    state.values[key] = tree_map_only(Inner, partial(_received, rank=rank), value)
+                    state.values[key] = tree_map_only(SentState, partial(_received, rank=rank), value)
 
     def drop(self, part: str) -> None:
         """Forget the parameters of ``part``, which left."""
@@ -483,22 +486,24 @@ def _describe(trained: Trained, entries: Mapping[str, Any]) -> Iterator[tuple[st
         elif torch.is_tensor(value):
             values[key] = value.detach().cpu(), value.device.type
         else:
-            values[key] = tree_map_only(torch.Tensor, _inner, value), None
+            values[key] = tree_map_only(torch.Tensor, _sent_state, value), None
     for share in trained.shares:
         length = torch.Size([share.num_elements])
         infos = {
-            key: (length if trained.is_flat else tensor.shape, tensor.dtype, tensor.device.type)
+            key: SentState(TensorForm(length, tensor.dtype), tensor.device.type)
+            if trained.is_flat
+            else _sent_state(tensor)
             for key, tensor in tensors.items()
         }
         yield share.name, StateInfo(share, infos, values)
 
 
-def _inner(tensor: torch.Tensor) -> Inner:
-    return Inner(form_of(tensor), tensor.device.type)
+def _sent_state(tensor: torch.Tensor) -> SentState:
+    return SentState(form_of(tensor), tensor.device.type)
 
 
-def _received(inner: Inner, rank: int) -> torch.Tensor:
-    return receive_tensor(inner.form, _here(), rank).to(inner.device_type)
+def _received(sent: SentState, rank: int) -> torch.Tensor:
+    return receive_tensor(sent.form, torch.device(sent.device_type), rank)
 
 
 def _tensors_within(value: Any) -> list[torch.Tensor]:
