@@ -54,7 +54,7 @@ class Death(NamedTuple):
 DEATHS = {
     "in_a_step_of_the_warm_up": Death(1, 3, None, 3),
     "while_rank_0_plans": Death(0, 4, (run_plan, "make_plan", 1), 3),
-    "while_layers_move": Death(1, 4, (layer_moves, "receive_bytes", 2), 3, num_processes=1),
+    "while_layers_move": Death(1, 4, (layer_moves, "receive_tensor", 2), 3, num_processes=1),
     "after_the_move": Death(0, 4, None, 3, is_given_plan=True),
     "while_a_checkpoint_is_saved": Death(1, 5, (torch, "save", "*step=6.ckpt*/layer_07-model_states.pt"), 3),
     "before_the_last_one_has_its_name": Death(
