@@ -278,18 +278,17 @@ def _send_part(part: nn.Module, description: PartInfo, rank: int) -> None:
     for tensor in tensors_by_name(part).values():
         _send(tensor, rank)
     if description.hidden:
-        tensors, device = hidden_tensors(hidden_in(part)), get_accelerator().current_device_name()
+        tensors = hidden_tensors(hidden_in(part))
         for name in description.hidden:
-            send_tensor(tensors[name].to(device), rank)
+            send_tensor(tensors[name], rank)
 
 
 def _send(tensor: torch.Tensor, rank: int) -> None:
     """Send a parameter or a buffer, and the tensors among its attributes."""
     send_tensor(tensor, rank)
-    device = get_accelerator().current_device_name()
     for name, value in sorted(attributes_of_tensor(tensor).items()):
         if isinstance(value, SentTensor):
-            send_tensor(vars(tensor)[name].to(device), rank)
+            send_tensor(vars(tensor)[name], rank)
 
 
 def _itself(module: nn.Module) -> nn.Module:
@@ -346,11 +345,11 @@ def _receive(name: str, arriving: Arriving, rank: int, users: Counter[int]) -> N
         tensor.requires_grad_(info.requires_grad)
         for key, value in sorted(info.attributes.items()):
             if isinstance(value, SentTensor):
-                vars(tensor)[key] = receive_tensor(value.form, device, rank).to(value.device_type)
+                vars(tensor)[key] = receive_tensor(value.form, torch.device(value.device_type), rank)
             elif not isinstance(value, Unsendable):
                 vars(tensor)[key] = value
     for place, sent in description.hidden.items():
-        values = receive_tensor(sent.form, device, rank).to(sent.device_type)
+        values = receive_tensor(sent.form, torch.device(sent.device_type), rank)
         tensor = arriving.hidden[name][place]
         if users[id(tensor)]:
             continue
