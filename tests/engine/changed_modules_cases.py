@@ -516,6 +516,52 @@ def fused_optimizers_go_on_with_weights_in_channels_last(_: Path) -> None:
         assert strides == {(16, 1, 8, 4)}, strides
 
 
+class Angles(nn.Module):
+    """Makes its table when it runs first; layers share it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.linspace(0.5, 1, WIDTH)
+        return x * self.table
+
+
+class Turning(nn.Module):
+    """Holds a module where torch does not look, and one that it lets go of."""
+
+    def __init__(self, angles: nn.Module | None, teacher: nn.Module, *, lets_go: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.angles = [] if angles is None else [angles]
+        self.teachers, self.lets_go = [teacher], lets_go
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for each in (*self.angles, *self.teachers):
+            x = x + torch.tanh(self.linear(each(x)))
+        if self.lets_go:
+            self.teachers = []
+        return x
+
+
+def buffers_of_modules_that_layers_share(_: Path) -> None:
+    """One that a forward had made came empty, and those of a module that a layer let go of left other layers."""
+    data = batches(4)
+
+    def layers() -> list[Any]:
+        angles, teacher = Angles(), nn.BatchNorm1d(WIDTH).requires_grad_(False).eval()
+        middle = [LayerSpec(Turning, angles if each > 2 else None, teacher, lets_go=each > 2) for each in range(6)]
+        return [LayerSpec(nn.Linear, 8, WIDTH), *middle, LayerSpec(nn.Linear, WIDTH, 4)]
+
+    expected = train(start(layers(), [0, 4, 8], optimizer=two_groups)[0], data)
+    engine, _, _ = start(layers(), [0, 4, 8], optimizer=two_groups)
+    losses = train(engine, data[:2])
+    engine.recut([0, 7, 8])
+    same(losses + train(engine, data[2:]), expected)
+
+
 CASES = [
     functions_that_a_script_puts_into_layers_on_each_rank,
     tensors_that_a_script_changes_in_place,
@@ -527,4 +573,5 @@ CASES = [
     tensors_that_cannot_be_sent_are_refused_before_the_warm_up,
     states_in_lists_go_to_the_rank_that_gets_the_layer,
     fused_optimizers_go_on_with_weights_in_channels_last,
+    buffers_of_modules_that_layers_share,
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,20 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
 
+from deepspeed.pipe import LayerSpec  # noqa: E402
 from torch import nn  # noqa: E402
 
+from deepspeed_partition.engine.pipeline.parts import Part  # noqa: E402
 from deepspeed_partition.engine.repartition import layer_moves, optimizer_state, tensor_forms  # noqa: E402
-from deepspeed_partition.engine.repartition.part_descriptions import describe  # noqa: E402
+from deepspeed_partition.engine.repartition.part_descriptions import (  # noqa: E402
+    describe,
+    only_what_changed,
+    remember_attributes,
+    take_modules,
+)
+from deepspeed_partition.planner.allocation import Allocation  # noqa: E402
+
+PRESENT = Allocation.contiguous([0, 1, 2])
 
 
 @pytest.fixture
@@ -51,3 +62,63 @@ def test_expanded_states_of_the_host_are_sent_as_they_are_received(sent: list[in
     state._infos = [dict(optimizer_state._describe(trained, {**tensors, **values}))]
     state.send("0", 1)
     assert sent == [1, 1]
+
+
+class Angles(nn.Module):
+    """Makes its table when it runs first; layers share it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cos", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.cos is None:
+            self.cos = torch.linspace(0, 1, 4)
+        return x * self.cos
+
+
+class Sharing(nn.Module):
+    """Holds a module where torch does not look."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.shared = [shared]
+
+
+def _moved(held: nn.Module, shared: nn.Module, there: nn.Module) -> Any:
+    """What is sent of a layer that has ``shared`` to a process where ``there`` is that module, laid there."""
+    part = Part("1", (1,), LayerSpec(Sharing, shared))
+    description = pickle.loads(pickle.dumps(only_what_changed(part, held, lambda: Sharing(shared))))
+    take_modules(part, Sharing(there), description, 0, PRESENT)
+    return description
+
+
+def test_buffers_that_a_shared_module_has_made_are_sent() -> None:
+    """They counted as known on all ranks: the layer ran on an empty tensor."""
+    shared, there = Angles(), Angles()
+    held = Sharing(shared)
+    remember_attributes([held])
+    shared(torch.ones(4))
+    description = _moved(held, shared, there)
+    assert set(description.hidden) == {"shared[0].cos"}
+    assert there.cos is not None and there.cos.numel() == 0, "until its values come"
+
+
+def test_buffers_that_are_not_sent_are_not_made() -> None:
+    """The forward makes them there, where it finds none."""
+    shared, there = Angles(), Angles()
+    shared(torch.ones(4))
+    held = Sharing(shared)
+    remember_attributes([held], again=True)
+    description = _moved(held, shared, there)
+    assert not description.hidden and there.cos is None
+
+
+def test_modules_that_a_layer_has_let_go_keep_their_buffers() -> None:
+    """Other layers may have them: they lost their running statistics."""
+    shared, there = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    held = Sharing(shared)
+    held.shared = []
+    _moved(held, shared, there)
+    assert list(there.state_dict()) == list(shared.state_dict())

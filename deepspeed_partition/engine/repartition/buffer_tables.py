@@ -6,7 +6,7 @@ moves, it has there the buffers that it had here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -41,29 +41,32 @@ def buffers_of(modules: Mapping[str, nn.Module]) -> BufferPlaces:
     return found
 
 
-def take_buffers(modules: Mapping[str, nn.Module], there: BufferPlaces) -> None:
+def take_buffers(modules: Mapping[str, nn.Module], there: BufferPlaces, sent: Container[str]) -> None:
     """Let modules have buffers under the names where they have them in another process; values come later.
 
     Args:
-        modules: Those of a layer by their paths, as :func:`buffers_of` is given them.
-        there: What it has returned in the other process.
+        modules: Those that the layer has in both processes, by their paths: others may belong to other layers.
+        there: What :func:`buffers_of` has returned in the other process.
+        sent: The names of those whose values come; no other buffer is made.
     """
     for name in buffers_of(modules).keys() - there.keys():
         path, _, key = name.rpartition(".")
         delattr(modules[path], key)
-    taken: dict[str, torch.Tensor] = {}
+    taken: dict[str, torch.Tensor | None] = {}
     for name, place in there.items():
         path, _, key = name.rpartition(".")
         table: Any = modules[path]._buffers
         present: torch.Tensor | None = dict(table.items()).get(key)
         wanted: torch.Tensor | None = None
         if place.first == name:
-            if present is None or any(present is each for each in taken.values()):
-                wanted = torch.empty(0, dtype=place.dtype)
-            else:
-                wanted = present
+            is_free = present is not None and all(present is not each for each in taken.values())
+            if not is_free and name not in sent:
+                continue
+            wanted = present if is_free else torch.empty(0, dtype=place.dtype)
             taken[name] = wanted
         elif place.first is not None:
+            if place.first not in taken:
+                continue
             wanted = taken[place.first]
         if wanted is not present or key not in table:
             table[key] = wanted

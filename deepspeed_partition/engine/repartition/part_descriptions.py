@@ -489,7 +489,7 @@ def _changed_tensors(
         if name not in built
         or info != _sent_tensor(built[name])
         or (
-            _version(here[name]) != _FIRST_VERSIONS.get(here[name], 0)
+            _version(here[name]) != _FIRST_VERSIONS.get(here[name], _NEW)
             if here[name] is built[name]
             else not _is_equal(here[name], built[name])
         )
@@ -509,6 +509,8 @@ _FIRST_TREES = WeakIdKeyDictionary()
 """What layers were made of then."""
 _FIRST_VERSIONS = WeakIdKeyDictionary()
 """How often tensors of hidden modules had been written to then."""
+_NEW = -1
+"""In the place of that number where there was no such tensor then: a forward has made it."""
 
 
 def remember_attributes(layers: Iterable[Any], *, again: bool = False) -> None:
@@ -696,7 +698,10 @@ def take_modules(part: Part, built: nn.Module, there: PartInfo, rank: int, prese
         take_tree(built, there.tree, tree_of(built, hidden_in(built)))
     except UnlikeTreeError as error:
         raise RuntimeError(_other_modules(part, error, rank, present)) from error
-    take_buffers(modules_of(built), there.buffers)
+    sent = {*there.hidden, *(info.name for info in there.tensors)}
+    take_buffers(
+        {path: each for path, each in modules_of(built).items() if path in there.tree}, there.buffers, sent
+    )
 
 
 def _other_modules(part: Part, error: UnlikeTreeError, rank: int, present: Allocation) -> str:
