@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from deepspeed_partition.hidden_modules import table_of
 from deepspeed_partition.kept_weights import Weights
 from deepspeed_partition.profiling.attributes import attributes_kept
 from deepspeed_partition.tensor_values import each_once
@@ -90,9 +91,11 @@ def _copy(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None)
     if isinstance(tensor, nn.Parameter):
         copy = nn.Parameter(copy, requires_grad=tensor.requires_grad)
         if type(copy) is not type(tensor):
-            copy.__class__ = type(tensor)  # as torch does it where a lazy parameter gets its shape
+            copy = torch.Tensor._make_subclass(type(tensor), copy.data, tensor.requires_grad)
     # Marks such as Megatron's tensor_model_parallel; attributes_kept() puts back what a forward changes in them.
-    copy.__dict__.update(tensor.__dict__)
+    # A tensor made of others has these and their shapes as attributes: the copy has its own.
+    present, marks = table_of(copy), table_of(tensor)
+    present.update({name: value for name, value in marks.items() if name not in present})
     return copy
 
 

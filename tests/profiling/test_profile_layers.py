@@ -666,6 +666,30 @@ def test_parameters_keep_their_class_while_layers_are_measured():
     assert measured.weight_bytes == 32 and layer.weight is weight and type(weight) is Scaled
 
 
+class Noted(nn.Parameter):
+    """A parameter with a place for a value."""
+
+    __slots__ = ("note",)
+
+
+def test_parameters_of_a_class_with_slots_are_measured():
+    """Torch cannot make a plain one to one of these later: an error of Python ended the measurement."""
+
+    class OfSlots(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = Noted(torch.ones(8))
+            self.weight.note, self.weight.mark = 2, 3
+
+        def forward(self, x):
+            assert isinstance(self.weight, Noted) and self.weight.requires_grad
+            return x * self.weight * self.weight.note * self.weight.mark
+
+    layer = OfSlots()
+    profile_chain([layer], X, **QUICK)
+    assert (layer.weight.note, layer.weight.mark) == (2, 3)
+
+
 # Tensors of other kinds.
 
 
@@ -712,3 +736,23 @@ def test_an_expanded_mask_stays_one_row():
             return super().forward(x) * self.mask[: len(x)]
 
     profile_chain([Masked()], X, **QUICK)
+
+
+def test_what_a_tensor_of_tensors_holds_is_copied():
+    """Its copy had the tensors of the original, which may lie on another device."""
+
+    class Ragged(nn.Linear):
+        def __init__(self):
+            super().__init__(8, 8)
+            rows = [torch.ones(2, 8), torch.ones(3, 8)]
+            self.register_buffer("table", torch.nested.nested_tensor(rows, layout=torch.jagged))
+            self.table.mark = 2
+            self.own = self.table.values().data_ptr()
+
+        def forward(self, x):
+            assert self.table.mark == 2 and self.table.values().data_ptr() != self.own
+            return super().forward(x) * self.table.values().mean()
+
+    layer = Ragged()
+    profile_chain([layer], X, **QUICK)
+    assert layer.table.values().data_ptr() == layer.own
