@@ -219,6 +219,7 @@ def test_ranks_that_share_a_device_divide_it(accelerator, monkeypatch):
     monkeypatch.setattr(run_platform, "get_accelerator", devices.get_accelerator)
     monkeypatch.setattr(run_platform, "gather_objects", lambda mine: [mine, first, mine])
     monkeypatch.setattr(run_platform, "kept_tensors", lambda _: [torch.zeros(8), torch.zeros(8, device="meta")])
+    monkeypatch.setattr(run_platform, "storages_of", lambda tensor: [tensor.untyped_storage()])  # of meta, too
     counted = Mock(return_value=(GIB, GIB))
     monkeypatch.setattr(devices, "usable_bytes", counted)
     engine = SimpleNamespace(options=SimpleNamespace(memory=None))
