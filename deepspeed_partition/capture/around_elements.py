@@ -18,10 +18,10 @@ from torch import nn
 from deepspeed_partition.capture.element_attributes import attributes_noted
 from deepspeed_partition.capture.kept_state import reads_of, written_name
 from deepspeed_partition.capture.left_behind import held_by
+from deepspeed_partition.capture.plain_tensors import PlainTensors
 from deepspeed_partition.capture.recorder import OF_HOSTS, SEEDING, CaptureError, patched
 from deepspeed_partition.capture.source_lines import model_line
 from deepspeed_partition.capture.structure import flatten
-from deepspeed_partition.tensor_values import bytes_view
 
 KEEPS = (
     "the code around its elements keeps {} for its next run, and that runs on copies of the model, in the first "
@@ -44,10 +44,11 @@ class AroundElements:
     Args:
         model: The model.
         copies: The modules in which that code runs, by the names of those that they are copies of.
+        plain: The tensors that it holds beside weights and buffers.
     """
 
-    def __init__(self, model: nn.Module, copies: Mapping[str, nn.Module]) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, copies: Mapping[str, nn.Module], plain: PlainTensors) -> None:
+        self._model, self._plain = model, plain
         self._names = {part: name for name, part in copies.items()}
         self.changed: dict[str, None] = {}
         self._counted: dict[str, None] = {}
@@ -59,8 +60,7 @@ class AroundElements:
     def noted(self) -> Iterator[None]:
         """Note what the code around elements changes meanwhile, and where it seeds."""
         held = held_by(self._model, None, ())
-        buffers = set(map(id, self._model.buffers()))
-        plain = [(name, each, each.detach().clone()) for name, each in held.tensors() if id(each) not in buffers]
+        values = self._plain.values()
         before: dict[tuple[nn.Module, str], Any] = {}
 
         def note(owner: nn.Module, name: str) -> None:
@@ -81,13 +81,8 @@ class AroundElements:
                     self._counted[shown] = None
             elif _has_tensors(now):
                 self.changed[shown] = None
-        self.changed.update(
-            dict.fromkeys(
-                name
-                for name, tensor, value in plain
-                if not torch.equal(bytes_view(tensor.detach()), bytes_view(value))
-            )
-        )
+        now_and_then = zip(self._plain.names(), values, self._plain.values(), strict=True)
+        self.changed.update(dict.fromkeys(name for name, was, now in now_and_then if now != was))
         for left in held.left_now():
             members = list(left.members.values())
             if any(map(_has_tensors, members)) or any(type(each) in (int, float) for each in members):

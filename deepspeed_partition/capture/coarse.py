@@ -28,6 +28,7 @@ from deepspeed_partition.capture.graph import Graph
 from deepspeed_partition.capture.left_behind import held_by
 from deepspeed_partition.capture.model_layers import FoundLayer, Layers, TiedLayer, fill
 from deepspeed_partition.capture.outside_layers import refuse_hooks
+from deepspeed_partition.capture.plain_tensors import PlainTensors
 from deepspeed_partition.capture.program import ShapeError
 from deepspeed_partition.capture.recorder import DECIDES, CaptureError, DrawsApartError, patched
 from deepspeed_partition.capture.structure import (
@@ -492,16 +493,17 @@ def coarse_layers(
         raise reason  # it has no data to be run on
     kwargs, notes = without_a_cache(model, args, kwargs)
     try:
-        coarse = _found(model, tuple(args), kwargs, reason, within)
+        plain = PlainTensors(model, held_by(model, None, ()))
+        coarse = _found(model, plain, tuple(args), kwargs, reason, within)
         coarse.notes += notes
         modules = dict(model.named_modules())
         outside, coarse.copied = _without(model, [element.name for element in coarse.elements])
         recipe = CoarseRecipe(coarse, parts={name: model.get_submodule(name) for name in coarse.copied})
         refuse_hooks(recipe.parts, _OF_BACKWARD, HALF_CALLED)
         elements = [ElementLayer(recipe, place, modules) for place in range(len(coarse.elements))]
-        plain = [OutsideLayer(recipe, 0, outside), *elements, OutsideLayer(recipe, len(elements) + 1, outside)]
+        found = [OutsideLayer(recipe, 0, outside), *elements, OutsideLayer(recipe, len(elements) + 1, outside)]
         try:
-            _try_out(model, coarse, plain, args, kwargs)
+            _try_out(model, coarse, plain, found, args, kwargs)
         except CaptureError as error:
             raise CaptureError("; ".join([str(error), *coarse.notes_on_recomputation])) from None
         coarse.notes += coarse.notes_on_recomputation
@@ -513,10 +515,10 @@ def coarse_layers(
         if str(error) in str(reason):
             raise
         raise CaptureError(f"{reason}. Nor does it run without gradients: {error}") from error
-    layers = Layers(plain)
+    layers = Layers(found)
     if any(weight.requires_grad for weight in outside.parameters()):
         for place in (0, -1):
-            layers[place] = wrap(TiedLayer(recipe, place % len(plain), "around_elements", outside))
+            layers[place] = wrap(TiedLayer(recipe, place % len(found), "around_elements", outside))
     layers.captured, layers.recipe = coarse, recipe
     layers.input_names, layers.output_names = coarse.input_names, coarse.output_names
     layers.boundary_bytes, layers.boundary_shapes = [], []
@@ -551,9 +553,10 @@ def _copy_of(module: nn.Module) -> nn.Module:
 
 
 def _found(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reason: CaptureError, within: str
-) -> Coarse:
-    calls, returned, recomputed = _calls_of(model, args, kwargs)
+    model: nn.Module, plain: PlainTensors, args: tuple[Any, ...], kwargs: dict[str, Any], reason: CaptureError,
+    within: str,
+) -> Coarse:  # fmt: skip
+    calls, returned, recomputed = _calls_of(model, plain, args, kwargs)
     modules = dict(model.named_modules())
     best: list[Any] = []
     for name, module in modules.items():
@@ -625,7 +628,9 @@ def _num_weights(module: nn.Module) -> int:
     return sum(weight.numel() for weight in module.parameters())
 
 
-def _calls_of(model: nn.Module, args: Any, kwargs: Any) -> tuple[dict[str, list[Any]], Any, set[str]]:
+def _calls_of(
+    model: nn.Module, plain: PlainTensors, args: Any, kwargs: Any
+) -> tuple[dict[str, list[Any]], Any, set[str]]:
     """What each module is given and returns, in one run with data; and those that code around them recomputes."""
     names = {id(module): name for name, module in model.named_modules() if module is not model}
     calls: dict[str, list[Any]] = {}
@@ -640,7 +645,7 @@ def _calls_of(model: nn.Module, args: Any, kwargs: Any) -> tuple[dict[str, list[
             calls.setdefault(names[id(module)], []).append((names[id(module)], given, flatten(returned)))
         return returned
 
-    with _put_back(model):
+    with _put_back(model, plain):
         call = nn.Module.__call__
         with patched(nn.Module, "__call__", called):
             returned = call(model, *args, **kwargs)
@@ -657,7 +662,7 @@ def _is_under_checkpoint(frame: FrameType | None) -> bool:
 
 
 @contextmanager
-def _put_back(model: nn.Module) -> Iterator[None]:
+def _put_back(model: nn.Module, plain: PlainTensors) -> Iterator[None]:
     """Put back the random numbers, attributes, buffers and other tensors that a run with data changes.
 
     So are weights that a module writes which changes a buffer or a flag of its own, as where it notes that they
@@ -679,7 +684,6 @@ def _put_back(model: nn.Module) -> Iterator[None]:
 
     devices = sorted({tensor.device.index or 0 for tensor in model.parameters() if tensor.is_cuda})
     held = held_by(model, None, ())
-    plain = [(tensor, tensor.detach().clone()) for _, tensor in held.tensors() if id(tensor) not in values]
     weights = [(weight, name) for weight in model.parameters() for name in _HOOKS]
     hooks = [(weight, name, set(_hooks_on(weight, name))) for weight, name in weights]
     with held.put_back(), torch.random.fork_rng(devices=devices), torch.no_grad():
@@ -691,8 +695,9 @@ def _put_back(model: nn.Module) -> Iterator[None]:
                 for name, buffer in table.items():
                     if not isinstance(module, torch.jit.ScriptModule) and module._buffers.get(name) is not buffer:
                         module._buffers[name] = buffer
-            for buffer, value in (*buffers, *plain):
+            for buffer, value in buffers:
                 put_back(buffer, value)
+            plain.put_back()
             for weight, name, before in hooks:
                 for key in _hooks_on(weight, name).keys() - before:
                     del _hooks_on(weight, name)[key]
@@ -731,14 +736,16 @@ def _origin(leaf: Any, first: Sequence[Any], before: Sequence[Any]) -> Any:
     return leaf
 
 
-def _try_out(model: nn.Module, coarse: Coarse, layers: Sequence[nn.Module], args: Any, kwargs: Any) -> None:
+def _try_out(
+    model: nn.Module, coarse: Coarse, plain: PlainTensors, layers: Sequence[nn.Module], args: Any, kwargs: Any
+) -> None:
     """Compare the layers with the model on its arguments, as it trains and as it is evaluated."""
     modes = [
         (module, module.training) for module in (*model.modules(), *(m for each in layers for m in each.modules()))
     ]
     attributes = ElementAttributes({each.name: model.get_submodule(each.name) for each in coarse.elements})
     outside = next(layer.shared for layer in layers if isinstance(layer, OutsideLayer))
-    around = AroundElements(model, {name: outside.get_submodule(name) for name in coarse.copied})
+    around = AroundElements(model, {name: outside.get_submodule(name) for name in coarse.copied}, plain)
 
     def run_layers(args: Any, kwargs: Any) -> Any:
         passed: Any = coarse.inputs_of(*args, **kwargs)
@@ -766,12 +773,12 @@ def _try_out(model: nn.Module, coarse: Coarse, layers: Sequence[nn.Module], args
                 continue
             for each in (model, *layers):
                 each.train(training)
-            with _put_back(model):
+            with _put_back(model, plain):
                 expected = [run_model(*batches[0])]
                 with suppress(Exception):  # of other samples
                     expected += [run_model(*each) for each in batches[1:]]
                 changed = {name: buffer.clone() for name, buffer in model.named_buffers()}
-            with _put_back(model):
+            with _put_back(model, plain):
                 try:
                     actual = [run_layers(*each) for each in batches[: len(expected)]]
                 except CaptureError:

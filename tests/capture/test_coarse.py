@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -239,3 +242,55 @@ def test_what_blocks_and_the_code_around_them_leave_to_each_other_is_refused(aro
     with pytest.raises(CaptureError, match=sentence):
         layers_of(model)
     assert all(type(block.linear) is nn.Linear for block in model.blocks)
+
+
+def tensor_of(kind: str, folder: Path) -> torch.Tensor:
+    table = torch.eye(8)
+    if kind == "read-only":
+        np.save(folder / "table.npy", table.numpy())
+        with warnings.catch_warnings(action="ignore"):  # torch's, that it may not be written
+            return torch.from_numpy(np.load(folder / "table.npy", mmap_mode="r"))
+    if kind == "quantized":
+        return torch.quantize_per_tensor(table, 0.1, 0, torch.qint8)
+    if kind == "nested":
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    if kind == "of inference mode":
+        with torch.inference_mode():
+            return torch.ones(8)
+    return {
+        "expanded": table.expand(4, 8, 8), "sparse": table.to_sparse(), "by rows": table.to_sparse_csr(),
+        "without data": table.to("meta"), "not a number": table / 0,
+    }[kind]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about quantized, nested and sparse tensors
+@pytest.mark.parametrize("kind", [
+    "expanded", "quantized", "nested", "sparse", "by rows", "without data", "read-only", "not a number",
+    "of inference mode",
+])  # fmt: skip
+def test_tensors_of_any_kind_that_a_model_holds_are_left_alone(kind, tmp_path):
+    """Each was written back: expanded ones were an error, and in a read-only file the process ended."""
+    model, passed = Deciding(), X
+    model.table = tensor_of(kind, tmp_path)
+    layers = layers_of(model)
+    for layer in layers:
+        passed = layer(passed)
+    torch.testing.assert_close(passed, model(X))
+    assert not any("table" in note for note in layers.captured.notes)
+
+
+class Writing(Block):
+    def __init__(self, table: torch.Tensor) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.table.data[0] += 1
+        return super().forward(x)
+
+
+def test_tensors_that_an_element_writes_are_put_back():
+    model, tables = Deciding(), [torch.zeros(3), torch.zeros(1, 3).expand(2, 3)]
+    model.blocks = nn.ModuleList(map(Writing, tables))
+    layers_of(model)
+    assert not any(map(torch.any, tables))
