@@ -61,6 +61,7 @@ from deepspeed_partition.capture.without_data import (
     same_random_numbers,
     version_of,
 )
+from deepspeed_partition.tensor_values import has_memory
 
 BYTES_PER_OPERATION = 0.05
 """How many bytes a device moves in the time of one multiplication or addition, about."""
@@ -416,7 +417,8 @@ class Tape:
     def _note_in_place(self, call: Call, mutated: set[int]) -> None:
         """Note which tensors of the program code changes that are neither weights nor buffers."""
         for leaf in call.given.leaves:
-            shown = self._held.of_storage.get(storage_of(leaf)) if isinstance(leaf, torch.Tensor) else None
+            has_one = isinstance(leaf, torch.Tensor) and has_memory(leaf)
+            shown = self._held.of_storage.get(storage_of(leaf)) if has_one else None
             if shown is not None:
                 memories = self._in_place.setdefault(shown, InPlace(set())).memories
                 self._inside += 1  # what follows is no call of the model's

@@ -956,3 +956,24 @@ def test_recomputation_of_code_that_is_no_module_is_told(modules, reentrant):
     told = [note for note in layers.captured.notes if "torch.utils.checkpoint runs code that is no module" in note]
     assert len(told) == (not modules) and all("test_beside_calls.py:" in note for note in told)
     assert_same(model, layers, [((torch.randn(3, 8, requires_grad=True),), {})])
+
+
+class Spreads(nn.Module):
+    """Has a table that its code multiplies by, which is no weight and no buffer."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        super().__init__()
+        self.first, self.last, self.table = nn.Linear(8, 8), nn.Linear(8, 8), table
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.sparse.mm(self.table, self.first(x)))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr"])
+def test_a_sparse_table_that_code_reads_is_no_hindrance(layout):
+    """Recording asked for its memory, which it has none of: graph networks were refused."""
+    model, x = Spreads(getattr(torch.eye(8), layout)()), torch.randn(8, 8)
+    layers = layers_as_they_are(model, (x,), {})
+    assert len(layers) == 2
+    torch.testing.assert_close(run_in_order(layers, x), model(x))
