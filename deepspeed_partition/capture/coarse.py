@@ -511,10 +511,14 @@ def coarse_layers(
         if error is reason:
             raise
         raise CaptureError(f"{reason}. Nor can it be cut between its elements: {error}. {WAY_OUT}") from reason
-    except Exception as error:  # the model's own, such as of code that needs a gradient
+    except _OfModelError as raised:
+        error = raised.error
         if str(error) in str(reason):
-            raise
+            raise error from error.__cause__
         raise CaptureError(f"{reason}. Nor does it run without gradients: {error}") from error
+    except Exception as error:
+        in_words = f"{type(error).__name__}: {error}"
+        raise CaptureError(f"{reason}. Nor can it be cut between its elements: {in_words}. {WAY_OUT}") from error
     layers = Layers(found)
     if any(weight.requires_grad for weight in outside.parameters()):
         for place in (0, -1):
@@ -523,6 +527,25 @@ def coarse_layers(
     layers.input_names, layers.output_names = coarse.input_names, coarse.output_names
     layers.boundary_bytes, layers.boundary_shapes = [], []
     return layers
+
+
+class _OfModelError(Exception):
+    """What a model's own code has raised, such as code that needs a gradient."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@contextmanager
+def _of_model() -> Iterator[None]:
+    """Tell the errors of the model's own run from others, such as of what puts its values back."""
+    try:
+        yield
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise _OfModelError(error) from error
 
 
 def _without(model: nn.Module, names: Sequence[str]) -> tuple[nn.Module, tuple[str, ...]]:
@@ -647,7 +670,7 @@ def _calls_of(
 
     with _put_back(model, plain):
         call = nn.Module.__call__
-        with patched(nn.Module, "__call__", called):
+        with patched(nn.Module, "__call__", called), _of_model():
             returned = call(model, *args, **kwargs)
     return calls, returned, recomputed
 
@@ -763,7 +786,8 @@ def _try_out(
 
     def run_model(args: Any, kwargs: Any) -> Any:
         torch.manual_seed(0)
-        return coarse.inputs_of(model(*args, **kwargs))
+        with _of_model():
+            return coarse.inputs_of(model(*args, **kwargs))
 
     try:
         # What is kept for the next run is seen in that one, for other samples.

@@ -17,6 +17,7 @@ from torch import nn
 from deepspeed_partition.capture import CaptureError, ShapeError
 from deepspeed_partition.capture.coarse import coarse_layers
 from deepspeed_partition.capture.model_layers import cut_off_weights
+from deepspeed_partition.capture.plain_tensors import PlainTensors
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 
@@ -294,3 +295,26 @@ def test_tensors_that_an_element_writes_are_put_back():
     model.blocks = nn.ModuleList(map(Writing, tables))
     layers_of(model)
     assert not any(map(torch.any, tables))
+
+
+class NeedsGradients(Deciding):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_() * 1
+        return super().forward(x + torch.autograd.grad(x.sum(), self.head.weight, allow_unused=True)[0])
+
+
+def test_only_a_models_own_error_is_said_to_come_of_its_run_without_gradients(monkeypatch):
+    """What put its values back was an error once, and the model was said not to run."""
+    with pytest.raises(
+        CaptureError, match=r"by data\. Nor does it run without gradients: element 0 of tensors does"
+    ):
+        coarse_layers(NeedsGradients(), (X,), {}, CaptureError("it decides by data"))
+
+    def put_back(_: PlainTensors) -> None:
+        raise RuntimeError("no space")
+
+    monkeypatch.setattr(PlainTensors, "put_back", put_back)
+    with pytest.raises(
+        CaptureError, match=r"Nor can it be cut between its elements: RuntimeError: no space\. put"
+    ):
+        layers_of(Deciding())
