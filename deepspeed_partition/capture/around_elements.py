@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -51,8 +51,8 @@ class AroundElements:
         self._model, self._plain = model, plain
         self._names = {part: name for name, part in copies.items()}
         self.changed: dict[str, None] = {}
-        self._counted: dict[str, None] = {}
-        """Those that are numbers, and that code reads."""
+        self._counted: dict[str, tuple[str, str]] = {}
+        """The module and the name of those that are numbers, and that code reads."""
         self._seeds = ""
         self._elements_draw = False
 
@@ -78,7 +78,7 @@ class AroundElements:
             if type(now) in (int, float) and now != value:
                 self.changed[shown] = None
                 if reads_of(part).has_attribute(name):
-                    self._counted[shown] = None
+                    self._counted[shown] = self._names[part], name
             elif _has_tensors(now):
                 self.changed[shown] = None
         now_and_then = zip(self._plain.names(), values, self._plain.values(), strict=True)
@@ -95,16 +95,25 @@ class AroundElements:
         yield
         self._elements_draw |= not all(map(torch.equal, states, _states()))
 
-    def refuse(self, *, differs: bool) -> None:
+    def numbers(self) -> dict[str, Any]:
+        """The numbers that code changes and reads, as the model itself has them now."""
+        return {
+            shown: vars(self._model.get_submodule(owner)).get(name)
+            for shown, (owner, name) in self._counted.items()
+        }
+
+    def refuse(self, *, differs: bool, same_again: Container[str] = ()) -> None:
         """Refuse what layers would do otherwise than the model.
 
         Args:
             differs: Whether they have, in a second run.
+            same_again: The numbers that a second run of the model, for other samples, has not changed: they are
+                none of runs or of data, such as the length of a table.
 
         Raises:
             CaptureError: something is kept that matters, or seeded.
         """
-        kept = list(self.changed if differs else self._counted)
+        kept = list(self.changed) if differs else [shown for shown in self._counted if shown not in same_again]
         if kept:
             raise CaptureError(KEEPS.format(" or ".join(kept[:3])))
         if self._seeds and self._elements_draw:

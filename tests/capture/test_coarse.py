@@ -318,3 +318,30 @@ def test_only_a_models_own_error_is_said_to_come_of_its_run_without_gradients(mo
         CaptureError, match=r"Nor can it be cut between its elements: RuntimeError: no space\. put"
     ):
         layers_of(Deciding())
+
+
+class HasTable(Deciding):
+    """Makes a table for the longest batch, or keeps a mean over the samples."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.length, self.mean = kind, 0, 0.0
+        self.table = torch.zeros(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.length < len(x):
+            self.length, self.table = len(x), torch.arange(len(x))[:, None] * 1.0
+        y = super().forward(x + self.table[: len(x)])
+        if self.kind == "mean":
+            y, self.mean = y + self.mean * 0, float(x.mean())
+        return y
+
+
+def test_a_number_that_no_second_run_changes_is_not_kept():
+    """Tables for the longest batch so far were refused, for their length is a number that code reads."""
+    model, passed = HasTable("length"), X
+    for layer in layers_of(model):
+        passed = layer(passed)
+    torch.testing.assert_close(passed, model(X))
+    with pytest.raises(CaptureError, match=r"keeps self\.mean for its next run"):
+        layers_of(HasTable("mean"))
