@@ -512,10 +512,10 @@ def coarse_layers(
             raise
         raise CaptureError(f"{reason}. Nor can it be cut between its elements: {error}. {WAY_OUT}") from reason
     except _OfModelError as raised:
-        error = raised.error
-        if str(error) in str(reason):
-            raise error from error.__cause__
-        raise CaptureError(f"{reason}. Nor does it run without gradients: {error}") from error
+        own = raised.error
+        if str(own) in str(reason):
+            raise own from own.__cause__
+        raise CaptureError(f"{reason}. Nor does it run without gradients: {own}") from own
     except Exception as error:
         in_words = f"{type(error).__name__}: {error}"
         raise CaptureError(f"{reason}. Nor can it be cut between its elements: {in_words}. {WAY_OUT}") from error
