@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from deepspeed_partition.engine.pipeline.parts import held_modules, parts_of, tensors_by_name
 from deepspeed_partition.engine.pipeline.stages import allocation_of
+from deepspeed_partition.engine.repartition.buffer_tables import BufferPlaces, buffers_of
 from deepspeed_partition.engine.repartition.one_memory import lay_together, memories_of, take_apart
 from deepspeed_partition.engine.repartition.part_descriptions import (
     SentTensor,
@@ -218,6 +219,7 @@ class LayersOfUser:
                 changed_attributes(layer),
                 memories_of(tensors_in(layer)),
                 hooks_on_weights(layer),
+                buffers_of(dict(layer.named_modules())),
             )
             for name, layer in own.items()
         }
@@ -227,14 +229,17 @@ class LayersOfUser:
         arriving = {name: receives and stage not in owners[name] for name in owners}
         coming = [name for name in owners if arriving[name]]
         on_tensors = {name: there for name, (_, there, *_) in everyone.items()}
+        made = [each for name in coming for each in _registered(layers[name], everyone[name][-1])]
         reason = _why_no_room(self._bytes_to_allocate(coming, described, on_tensors))
         if reason is not None:
+            for module, key in made:  # a layer may ask whether it has one already
+                delattr(module, key)
             return reason
         self.take_back()
         stay: list[tuple[str, str]] = []
         for name in owners:
             source, tensors = grid.stage_to_global(stage_id=owners[name][0]), tensors_by_name(layers[name])
-            _, set_on_tensors, changed, memories, hooks = everyone[name]
+            _, set_on_tensors, changed, memories, hooks, _ = everyone[name]
             arrives = arriving[name]
             pass_on = partial(passed_on, source=source, group=group, place=place, arrives=arrives)
             buffers = places_of_buffers(layers[name]) if arrives else {}
@@ -347,6 +352,21 @@ class LayersOfUser:
                 if hasattr(tensor, "_hp_mapping") or tensor.dtype != self.type_of(tensor):
                     needed += tensor.numel() * self.type_of(tensor).itemsize
         return needed
+
+
+def _registered(layer: nn.Module, there: BufferPlaces) -> list[tuple[nn.Module, str]]:
+    """Register, without values, the buffers that a layer has registered in a forward on another rank.
+
+    Returns:
+        Their modules, with their names there.
+    """
+    modules, made = dict(layer.named_modules()), []
+    for name, place in there.items():
+        path, _, key = name.rpartition(".")
+        if path in modules and key not in modules[path]._buffers and not hasattr(modules[path], key):
+            modules[path].register_buffer(key, None, persistent=place.is_persistent)
+            made.append((modules[path], key))
+    return made
 
 
 def can_be_whole(pipeline: PipelineModule) -> bool:

@@ -1023,7 +1023,7 @@ def attributes_that_hooks_set(host: cases.Host) -> dict[str, Any]:
 
 
 class MakesBuffers(cases.Block):
-    """Makes a buffer in its first call, and lets another one go."""
+    """Makes two buffers in its first call, one under a new name, and lets another one go."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1033,7 +1033,9 @@ class MakesBuffers(cases.Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.made is None:
             self.made, self.used = torch.full((cases.WIDTH,), 0.5), None
-        return super().forward(x) * self.made
+        if not hasattr(self, "doubles"):
+            self.register_buffer("doubles", torch.full((cases.WIDTH,), 2.0), persistent=False)
+        return super().forward(x) * self.made * self.doubles
 
 
 class OddMarks(pl.Callback):
@@ -1056,6 +1058,8 @@ def buffers_that_layers_make(host: cases.Host) -> dict[str, Any]:
             "loss": float(trainer.callback_metrics["loss"]) if "loss" in trainer.callback_metrics else 0.0,
             "made": not is_here or all(bool((module.blocks[at].made == 0.5).all()) for at in (0, 4)),
             "used": not is_here or all(module.blocks[at].used is None for at in (0, 4)),
+            "doubles": not is_here or all(bool((module.blocks[at].doubles == 2).all()) for at in (0, 4)),
+            "persistent": is_here and any("doubles" in name for name in module.state_dict()),
         }
     return record
 
