@@ -12,6 +12,7 @@ from pytorch_lightning.callbacks import ModelSummary
 from torch import nn
 
 from deepspeed_partition.capture.outside_layers import _hooks_of
+from deepspeed_partition.module_hooks import MODULE_HOOKS
 from deepspeed_partition.names_of_forward import names_of_forward
 from lightning_madpipe.checkpoint.held_objects import inside, roots, walk
 from lightning_madpipe.compat.callback_patches import summarize_whole
@@ -121,4 +122,4 @@ def test_names_of_code_that_exec_has_made_in_a_dict_without_a_name_are_searched(
     assert found["exec().copies"] is names["copies"]
     assert names["average"] in BesideModule(module, [(names["average"], None)]).reached([]).values()
     assert "training_step" in names_of_forward(type(module)).read
-    assert [kind for kind, _ in _hooks_of(module.child)]
+    assert [kind for kind, _ in _hooks_of(module.child, MODULE_HOOKS)]

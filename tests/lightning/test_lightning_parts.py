@@ -1052,6 +1052,8 @@ def test_a_last_layer_that_returns_an_object_is_named():
 
 def test_an_error_while_ranks_are_launched_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was replaced by one of Lightning's: the module is not attached to a Trainer yet."""
+    # A worker of these tests has none, and then nothing is launched.
+    monkeypatch.setattr("sys.argv", [__file__])
     strategy = lightning_madpipe.MadPipeStrategy()
     trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
 
