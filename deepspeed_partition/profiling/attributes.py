@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from deepspeed_partition.cached_results import CACHE, cache_kept
 from deepspeed_partition.code_names import (
@@ -125,6 +126,8 @@ def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
 
 def _attributes_of_tensor(tensor: torch.Tensor) -> dict[str, Any]:
     """The attributes that a program, and not DeepSpeed, has set on a parameter or a buffer."""
+    if isinstance(tensor, FakeTensor):  # what torch keeps there, such as a constant with data, is its own
+        return {}
     names = (*_OF_DEEPSPEED, "_hp_", *OF_DEEPSPEED_ON_TENSORS)
     return {name: value for name, value in vars(tensor).items() if not name.startswith(names)}
 
