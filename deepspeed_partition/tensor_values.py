@@ -57,7 +57,7 @@ def num_bytes_of(tensor: torch.Tensor) -> int:
     return sum(part.numel() * part.element_size() for part in parts_of(tensor))
 
 
-def each_once(tensor: torch.Tensor) -> torch.Tensor:
+def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
     """A view of a tensor with one of the elements that are one in memory, as in an expanded mask; else itself."""
     if tensor.layout is torch.strided and not tensor.is_nested:
         for dimension, (size, stride) in enumerate(zip(tensor.shape, torch.Tensor.stride(tensor), strict=True)):

@@ -31,7 +31,7 @@ from deepspeed_partition.capture.source_lines import model_frame
 from deepspeed_partition.capture.without_data import hidden_modes
 from deepspeed_partition.code_names import module_of
 from deepspeed_partition.generators import COMMON, GENERATORS, generator_state, generators_of, set_generator_state
-from deepspeed_partition.tensor_values import bytes_view, each_once, parts_of, plain_numbers
+from deepspeed_partition.tensor_values import bytes_view, parts_of, plain_numbers, without_repeats
 
 EXTREMES = (0, 0x12DD9BB3)
 """Words of the state of a Mersenne twister that give the smallest and the largest numbers."""
@@ -289,7 +289,7 @@ def _digest_of_numbers(tensor: torch.Tensor) -> Any:
         return [_digest_of_numbers(each) for each in tensor.unbind()]
     if tensor.is_meta:
         return None
-    return sha256(bytes_view(plain_numbers(each_once(tensor))).cpu().numpy().data).hexdigest()
+    return sha256(bytes_view(plain_numbers(without_repeats(tensor))).cpu().numpy().data).hexdigest()
 
 
 def _in_words(leaf: Any) -> Any:

@@ -218,7 +218,7 @@ class Recipe:
     _stale: tuple[dict[Any, list[Program]], str] = field(default_factory=lambda: ({}, ""))
     """The programs before the last change of what code reads, and that change in words."""
     _digests: dict[Any, str] = field(default_factory=dict)
-    """Of what was recorded before the last change, for each state."""
+    """Digests of the calls that were recorded before something changed that code reads, for each state."""
 
     def __deepcopy__(self, _: Any) -> Recipe:
         return self

@@ -214,7 +214,7 @@ class _Read(NamedTuple):
 
     @property
     def now_in_words(self) -> str:
-        """What it is now, and was."""
+        """What the value is now, and what it was when the layers were made, in words."""
         now, was = self.now, self.value
         if _is_plain(now) and _is_plain(was):
             return f"{self.written} is {now!r} now and was {was!r}"
@@ -222,7 +222,7 @@ class _Read(NamedTuple):
 
     @property
     def compared(self) -> str:
-        """The same, before ``when``."""
+        """What the value is now and was, as the first words of a sentence that goes on with ``when ...``."""
         return self.now_in_words + " than" * (not _is_plain(self.now) or not _is_plain(self.value))
 
 

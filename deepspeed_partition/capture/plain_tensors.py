@@ -10,7 +10,7 @@ from torch import nn
 
 from deepspeed_partition.capture.left_behind import Held
 from deepspeed_partition.kept_weights import marks_of
-from deepspeed_partition.tensor_values import each_once, has_memory, parts_of, put_back
+from deepspeed_partition.tensor_values import has_memory, parts_of, put_back, without_repeats
 
 
 class PlainTensors:
@@ -28,7 +28,7 @@ class PlainTensors:
             for name, tensor in held.tensors()
             if id(tensor) not in buffers and all(map(has_memory, parts_of(tensor)))
         ]
-        self._copies = [each_once(tensor).detach().clone() for _, tensor in self._tensors]
+        self._copies = [without_repeats(tensor).detach().clone() for _, tensor in self._tensors]
         self._values = self.values()
 
     def names(self) -> list[str]:
@@ -48,10 +48,10 @@ class PlainTensors:
             self._tensors, self._copies, self._values, self.values(), strict=True
         ):
             if now != was:
-                put_back(each_once(tensor), copy)
+                put_back(without_repeats(tensor), copy)
 
 
 def values_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
     """Marks of the values of tensors; how often each was written, where it is sparse."""
-    marks = marks_of([each_once(tensor.detach()) for tensor in tensors])
+    marks = marks_of([without_repeats(tensor.detach()) for tensor in tensors])
     return [version if value is None else (shape, value) for version, shape, _, value in marks]

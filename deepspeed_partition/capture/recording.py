@@ -142,7 +142,7 @@ class InPlace:
     """A tensor of the program that code changes in place."""
 
     memories: set[int]
-    """Its storages, with data and without."""
+    """Numbers of the tensor's storages: that of the program, and that of the tensor without data."""
     scopes: list[Call] = field(default_factory=list)
     """The modules whose code does, once for each change."""
     calls: list[Call] = field(default_factory=list)

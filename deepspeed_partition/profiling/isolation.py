@@ -14,7 +14,7 @@ from torch import nn
 from deepspeed_partition.hidden_modules import table_of
 from deepspeed_partition.kept_weights import Weights
 from deepspeed_partition.profiling.attributes import attributes_kept
-from deepspeed_partition.tensor_values import each_once
+from deepspeed_partition.tensor_values import without_repeats
 
 
 @contextmanager
@@ -84,7 +84,7 @@ def _forget_new_buffers(owner: nn.Module, known: Mapping[str, torch.Tensor | Non
 
 def _copy(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None) -> torch.Tensor:
     casts = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-    once = each_once(tensor.detach())
+    once = without_repeats(tensor.detach())
     copy = once.to(device, dtype if casts else None, copy=True)
     if once.shape != tensor.shape:
         copy = copy.expand(tensor.shape)

@@ -342,12 +342,12 @@ class Masked(nn.Module):
         return x + self.mask * torch.tanh(self.linear(x)) / self.in_list[0].scale + (self.seen / 100).float()
 
 
-def buffers_that_a_forward_makes_go_with_layers(_: Path) -> None:
-    """The run ended when the warm-up was over: the specification builds them not yet."""
+def _trains_alike_where_it_moves(layer: type[nn.Module]) -> None:
+    """Six layers of a class move behind a warm-up and twice more, built by the program and by specifications."""
     data = batches(4)
 
     def layers(*, built: bool) -> list[Any]:
-        middle = [seeded(Masked) if built else LayerSpec(Masked) for _ in range(6)]
+        middle = [seeded(layer) if built else LayerSpec(layer) for _ in range(6)]
         ends = [(8, WIDTH), (WIDTH, 4)]
         first, last = (seeded(nn.Linear, *each) if built else LayerSpec(nn.Linear, *each) for each in ends)
         return [first, *middle, last]
@@ -361,6 +361,11 @@ def buffers_that_a_forward_makes_go_with_layers(_: Path) -> None:
             engine.recut(place)
             losses += train(engine, [step])
         same(losses, expected)
+
+
+def buffers_that_a_forward_makes_go_with_layers(_: Path) -> None:
+    """The run ended when the warm-up was over: the specification builds them not yet."""
+    _trains_alike_where_it_moves(Masked)
 
 
 class Graph(nn.Module):
@@ -396,23 +401,7 @@ class Graph(nn.Module):
 
 def tensors_go_as_they_lie_in_memory(_: Path) -> None:
     """Sparse buffers ended the run behind its warm-up; an expanded mask was held with each of its elements."""
-    data = batches(4)
-
-    def layers(*, built: bool) -> list[Any]:
-        middle = [seeded(Graph) if built else LayerSpec(Graph) for _ in range(6)]
-        ends = [(8, WIDTH), (WIDTH, 4)]
-        first, last = (seeded(nn.Linear, *each) if built else LayerSpec(nn.Linear, *each) for each in ends)
-        return [first, *middle, last]
-
-    for built in (False, True):
-        expected = train(start(layers(built=built), [0, 4, 8], optimizer=two_groups)[0], data)
-        config = planned([0, 1, 8], warmup_steps=1)
-        engine, _, _ = start(layers(built=built), "madpipe", config, optimizer=two_groups)
-        losses = train(engine, data[:2])
-        for place, step in zip(([0, 7, 8], [0, 1, 8]), data[2:], strict=True):
-            engine.recut(place)
-            losses += train(engine, [step])
-        same(losses, expected)
+    _trains_alike_where_it_moves(Graph)
 
 
 class Quantized(nn.Module):

@@ -14,7 +14,7 @@ from deepspeed_partition.engine.runtime.environment import warn_here
 from deepspeed_partition.engine.runtime.random_state import random_state
 from deepspeed_partition.kept_weights import WRITTEN, WeightPlace, places_of
 from deepspeed_partition.profiling.attributes import Place
-from deepspeed_partition.tensor_values import each_once, is_computed, num_bytes_of, put_back, version_of
+from deepspeed_partition.tensor_values import is_computed, num_bytes_of, put_back, version_of, without_repeats
 
 if TYPE_CHECKING:
     from deepspeed_partition.engine.engine import MadPipeEngine
@@ -56,7 +56,7 @@ class Buffers:
         tables = [(name, owner._buffers, dict(owner._buffers)) for name, owner in self._owners]
         buffers = [buffer for _, _, table in tables for buffer in table.values() if buffer is not None]
         copied = [buffer for buffer in buffers if all_of_them or self._is_copied(buffer)]
-        once = [each_once(buffer.detach()) for buffer in copied]
+        once = [without_repeats(buffer.detach()) for buffer in copied]
         are_same = len(copied) == len(self._copied) and all(
             buffer is known and values.shape == copy.shape and values.layout is torch.strided
             for buffer, values, known, copy in zip(copied, once, self._copied, self._copies, strict=True)
@@ -79,7 +79,7 @@ class Buffers:
                     if buffer is None or key in own:
                         continue
                     if id(buffer) in copies:
-                        values, once = copies[id(buffer)], each_once(buffer.detach())
+                        values, once = copies[id(buffer)], without_repeats(buffer.detach())
                         put_back(once if once.shape == values.shape else buffer, values)
                     elif version_of(buffer) != versions[id(buffer)]:
                         warn_here(

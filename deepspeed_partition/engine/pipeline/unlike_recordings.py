@@ -16,7 +16,7 @@ from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.first_failure import raised_by_all
 
 _WATCHED: list[weakref.ref[Recipe]] = []
-"""Of the models whose layers a program has made, in that order, which is the same on all ranks."""
+"""Recipes of the models whose layers a program has made, in that order, which is alike on all ranks."""
 UNLIKE = (
     "{name} is {mine} on rank {rank} and {theirs} on rank {other}, and the code that reads it was cut into "
     "layers, which are of different models then: set it alike on all ranks, before the step, or let a module of "

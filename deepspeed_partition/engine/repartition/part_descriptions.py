@@ -81,10 +81,10 @@ class TensorInfo:
     name: str
     form: TensorForm
     type_name: str
-    """Its class, where no other process can have it; else empty."""
+    """Name of the tensor's class, where no other process can be sent a tensor of it; else empty."""
     requires_grad: bool
     attributes: dict[str, Any]
-    """What a program has set on it, such as ``no_decay``."""
+    """Attributes that a program has set on the tensor, such as ``no_decay``."""
     hooks: tuple[str, ...]
 
 

@@ -12,7 +12,7 @@ import torch
 
 from deepspeed_partition.engine.runtime.collectives import receive_bytes, send_bytes
 from deepspeed_partition.profiling.boundaries import from_span, num_in_span, span
-from deepspeed_partition.tensor_values import each_once, has_memory, parts_of
+from deepspeed_partition.tensor_values import has_memory, parts_of, without_repeats
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def can_be_sent(tensor: torch.Tensor) -> bool:
 
 def can_be_filled(tensor: torch.Tensor) -> bool:
     """Whether values can be copied into the memory of a tensor: not of a sparse one, nor into an expanded one."""
-    return tensor.layout is torch.strided and each_once(tensor).shape == tensor.shape
+    return tensor.layout is torch.strided and without_repeats(tensor).shape == tensor.shape
 
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
