@@ -33,7 +33,7 @@ from deepspeed_partition.planner.units import format_bytes
 
 FEW_BUFFERS_SHARE = 0.3
 """The part of the time for steps that decide micro-batch by micro-batch with no more buffers than asked for."""
-REPLAY_SECONDS = 60e-6
+REPLAY_SECONDS = 40e-6
 """Most time of the processor for each forward and each backward of a step from the end of the search on."""
 LITTLE_SHARE, LEAST_SEARCH_SHARE = 0.02, 0.5
 """Share of the time that a search need not leave, and the least that it has."""

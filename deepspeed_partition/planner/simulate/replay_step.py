@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import insort
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -20,11 +21,6 @@ from numpy.typing import NDArray
 from deepspeed_partition.planner.clock import Clock
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import Chain
-
-_Place = int | tuple[int, ...]
-"""A device, or the two devices of a link; no devices stand for all links together, where they share ports."""
-_Candidate = tuple[int, int, str, int]
-"""Start in ticks, 0 for an operation and 1 for a transfer, its name, its micro-batch."""
 
 
 @dataclass
@@ -50,10 +46,10 @@ class Timeline:
     def spans(self) -> dict[str, NDArray[Any]]:
         """When each operation begins and ends, a row for each of its micro-batches in their order, by its name;
         known once every operation is there."""
-        found: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        for (name, _), span in sorted(self.operations.items(), key=lambda each: each[0][1]):
-            found[name].append(span)
-        return {name: as_spans(spans) for name, spans in found.items()}
+        found: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
+        for (name, micro_batch), span in self.operations.items():
+            found[name][micro_batch] = span
+        return {name: as_spans(spans[number] for number in sorted(spans)) for name, spans in found.items()}
 
 
 def as_spans(spans: Iterable[tuple[int, int]]) -> NDArray[Any]:
@@ -92,9 +88,7 @@ def step_ticks(plan: Plan, chain: Chain, step: Timeline) -> int:
     """Return the ticks until the last stage has ended its last backward and the all-reduce after it."""
     ticks = Clock.of(chain, plan.platform).ticks
     tails = plan.allreduce_seconds or [0.0] * len(plan.stages)
-    ends: dict[str, int] = defaultdict(int)
-    for (name, _), (_, end) in step.operations.items():
-        ends[name] = max(ends[name], end)
+    ends = {name: int(spans[:, 1].max()) for name, spans in step.spans.items()}
     backwards = [max(ends.get(f"{kind}{index}", 0) for kind in "BIW") for index in range(len(plan.stages))]
     return max(end + ticks(tail) for end, tail in zip(backwards, tails, strict=True))
 
@@ -144,16 +138,82 @@ def _order_violation(plan: Plan, chain: Chain) -> str | None:
 
 
 class _StepRun:
+    """A run of a step's jobs, in numbers: a long step has a million of them, and names are slow.
+
+    A job is an operation or a transfer on one micro-batch; its number is that of its name times the number of
+    micro-batches, plus that of the micro-batch. Names are in alphabetical order, those of transfers at the end: of
+    what can start at one tick the lowest number is first. A place is a device or a line, where transfers wait that
+    may exclude each other; devices come first.
+    """
+
     def __init__(self, plan: Plan, chain: Chain) -> None:
         assert plan.step is not None
         self.plan = plan
-        self.orders = plan.step.order
         # Ties decide which transfer goes first: the clock makes them the same instants as in the planner.
         self.clock = Clock.of(chain, plan.platform)
-        to_ticks = self.clock.ticks
-        self.durations: dict[str, int] = {}
-        self.again: dict[str, int] = {}
-        """Ticks of a forward that a backward runs again, by stage: it is no operation of its own."""
+        ticks_of, again = self._ticks(chain)
+        in_orders = {name for order in plan.step.order for name, _ in order}
+        wanted = in_orders | {_role(name) for name in in_orders} | {name for name in ticks_of if name[0] == "S"}
+        names = sorted(wanted, key=lambda name: (name[0] == "S", name))
+        number_of = {name: number for number, name in enumerate(names)}
+        self.names, self.number_of = names, number_of
+        self.ticks = [ticks_of[name] for name in names]
+        self.num_micro_batches = plan.step.num_micro_batches
+        self.num_jobs = len(names) * self.num_micro_batches
+        self.num_devices = plan.platform.num_devices
+        self.is_transfer = [name[0] == "S" for name in names]
+        # What a name alone tells is told once.
+        self.role = [number_of[_role(name)] for name in names]
+        self.needs = [self._needs(name) for name in names]
+        self.receiver = [number_of[_receiver(name)] if name[0] == "S" else 0 for name in names]
+        """Role of the operation that uses what a transfer brings."""
+        self.send = [self._send(name) for name in names]
+        """Transfer that follows an operation; None where none does."""
+        self.lines: dict[tuple[int, ...], int] = {}
+        """Places of lines, by the two devices of a link; by none where all links share ports."""
+        self.place = [self._place(name) for name in names]
+        self.near = [self._near(number) for number in range(len(names))]
+        resources: dict[str, int] = {}
+        self.occupied = [
+            [resources.setdefault(each, len(resources)) for each in self._occupied(name)] for name in names
+        ]
+        self.free_from = [0] * len(resources)
+        """Ticks at which the last transfer of each link and port has ended."""
+        self.slots = max(1, plan.platform.comm_buffers // 2)
+        self.orders = [[self._job(*entry) for entry in order] for order in plan.step.order]
+        self.needs_again: dict[int, int] = {}
+        """Recomputations that backwards, or their first halves, must wait for."""
+        self.again: dict[int, int] = {}
+        """Ticks by which backwards, or their first halves, are longer: they run the forward again themselves."""
+        apart = {entry for order in plan.step.order for entry in order if entry[0][0] == "R"}
+        for name, number in {entry for order in plan.step.order for entry in order if entry[0][0] == "f"}:
+            again_by = f"R{name[1:]}", number
+            for backward in in_orders & {f"B{name[1:]}", f"I{name[1:]}"}:
+                job = self._job(backward, number)
+                if again_by in apart:
+                    self.needs_again[job] = self._job(*again_by)
+                else:
+                    self.again[job] = again[name[1:]]
+        self.begins, self.ends = [-1] * self.num_jobs, [-1] * self.num_jobs
+        """Ticks at which operations and transfers begin and end, by their role; -1 where that is not known."""
+        self.done: list[int] = []
+        self.device_free = [0] * self.num_devices
+        self.position = [0] * len(self.orders)
+        num_places = self.num_devices + len(self.lines)
+        self.waiting: list[dict[int, list[tuple[int, int]]]] = [{} for _ in range(num_places)]
+        """What waits in each line: by transfer, when its tensors were ready and their micro-batches, in order."""
+        self.sent: list[list[int]] = [[] for _ in names]
+        """Micro-batches of which each transfer has begun."""
+        self.candidates = [-1] * num_places
+        """What could start first in each place: its start in ticks times the number of jobs, plus its job; -1
+        where nothing can, as far as is known."""
+        self.heap: list[int] = []
+        """Candidates of all places, also former ones."""
+
+    def _ticks(self, chain: Chain) -> tuple[dict[str, int], dict[str, int]]:
+        """Return how long each operation and transfer lasts by its name, and each forward, alone, by its stage."""
+        plan, to_ticks = self.plan, self.clock.ticks
+        durations: dict[str, int] = {}
         for index, stage in enumerate(plan.stages):
             layers = chain.layers[slice(*stage.layers)]
             speed = plan.platform.speed_of(stage.device)
@@ -163,9 +223,9 @@ class _StepRun:
 
             recomputed = [layer for first, last in stage.blocks for layer in chain.layers[first:last]]
             again = sum(ticks(layer.forward_seconds) for layer in recomputed)
-            self.durations[f"F{index}"] = sum(ticks(layer.forward_seconds) for layer in layers)
-            self.durations[f"B{index}"] = sum(ticks(layer.backward_seconds) for layer in layers) + again
-            self.durations[f"f{index}"] = self.durations[f"R{index}"] = self.durations[f"F{index}"]
+            durations[f"F{index}"] = sum(ticks(layer.forward_seconds) for layer in layers)
+            durations[f"B{index}"] = sum(ticks(layer.backward_seconds) for layer in layers) + again
+            durations[f"f{index}"] = durations[f"R{index}"] = durations[f"F{index}"]
             halves = [
                 [
                     ticks(seconds or 0.0)
@@ -173,195 +233,182 @@ class _StepRun:
                 ]
                 for layer in layers
             ]
-            self.durations[f"I{index}"] = sum(first for first, _ in halves) + again
-            self.durations[f"W{index}"] = sum(second for _, second in halves)
-            self.again[str(index)] = self.durations[f"F{index}"]
-        for name in self.durations:
-            self.durations[name] += to_ticks(plan.platform.operation_seconds)
+            durations[f"I{index}"] = sum(first for first, _ in halves) + again
+            durations[f"W{index}"] = sum(second for _, second in halves)
+        forwards = {name[1:]: duration for name, duration in durations.items() if name[0] == "F"}
+        for name in durations:
+            durations[name] += to_ticks(plan.platform.operation_seconds)
         for index, num_bytes in boundaries_of(plan, chain, between_devices=True):
             copied = to_ticks(plan.platform.copy_seconds(num_bytes))
             for kind in "FfBI":
                 for end in (index, index + 1):
-                    self.durations[f"{kind}{end}"] += copied
-        entries = {entry for order in self.orders for entry in order if entry[0][0] in "fR"}
-        self.recomputed = {(name[1:], number) for name, number in entries if name[0] == "R"}
-        """Stages and micro-batches of which an operation runs the forward again."""
-        self.within = {(name[1:], number) for name, number in entries if name[0] == "f"} - self.recomputed
-        """Stages and micro-batches of which the backward runs the forward again."""
+                    durations[f"{kind}{end}"] += copied
         for index, num_bytes in boundaries_of(plan, chain, between_devices=True):
             ends = plan.stages[index].device, plan.stages[index + 1].device
             transfer = to_ticks(plan.platform.transfer_seconds(num_bytes, *ends))
-            self.durations[f"SF{index}"] = self.durations[f"SB{index}"] = transfer
-        # What a name alone tells is told once: a long step has a million operations and transfers.
-        self.role = {name: _role(name) for name in self.durations}
-        self.needs = {name: self._needs(name) for name in self.durations if name[0] != "S"}
-        self.line = {name: self._line(name) for name in self.durations if name[0] == "S"}
-        self.receiver = {name: _receiver(name) for name in self.line}
-        self.brought_to: dict[str, list[str]] = defaultdict(list)
-        """Transfers by the role of the operation that uses what they bring."""
-        for sent, user in self.receiver.items():
-            self.brought_to[user].append(sent)
-        self.device_and_send = {name: self._device_and_send(name) for name in self.needs}
-        self.near = {name: self._near(name) for name in self.durations}
-        self.slots = max(1, plan.platform.comm_buffers // 2)
-        self.runs: dict[tuple[str, int], tuple[int, int]] = {}
-        """Ticks at which operations begin and end, by their role: ``F`` for any forward, ``B`` for any backward or
-        its first half."""
-        self.timeline = Timeline()
-        self.device_free = [0] * plan.platform.num_devices
-        self.occupied = {
-            name: occupied_by(plan, int(name[2:]), name[1]) for name in self.durations if name[0] == "S"
-        }
-        self.free_from: dict[str, int] = defaultdict(int)
-        """Ticks at which the last transfer of each link and port has ended."""
-        self.position = [0] * len(self.orders)
-        self.to_send: dict[tuple[int, ...], list[tuple[int, int, str]]] = defaultdict(list)
-        self.received: dict[str, list[int]] = defaultdict(list)
-        self.candidates: dict[_Place, _Candidate | None] = {}
-        self.heap: list[tuple[_Candidate, _Place]] = []
-        """Candidates of all places, also former ones."""
+            durations[f"SF{index}"] = durations[f"SB{index}"] = transfer
+        return durations, forwards
+
+    def _job(self, name: str, micro_batch: int) -> int:
+        return self.number_of[name] * self.num_micro_batches + micro_batch
 
     def run(self) -> Timeline | str:
-        # Candidates are what could start first on each device and link. Only what was just committed can change
-        # them, and only in the few places that read it.
+        # Only what was just committed can change what could start first, and only in the few places that read it.
         for device in range(len(self.orders)):
             self._look_at(device)
-        while self.heap:
-            candidate, place = heapq.heappop(self.heap)
-            if self.candidates[place] != candidate:
+        heap, candidates, place, near = self.heap, self.candidates, self.place, self.near
+        num_jobs, num_micro_batches = self.num_jobs, self.num_micro_batches
+        while heap:
+            candidate = heapq.heappop(heap)
+            start, job = divmod(candidate, num_jobs)
+            number, micro_batch = divmod(job, num_micro_batches)
+            if candidates[place[number]] != candidate:
                 continue  # something else could start there since
-            start, _, name, micro_batch = candidate
-            self._commit(start, name, micro_batch)
-            for place in self.near[name]:
-                self._look_at(place)
+            self._commit(start, number, micro_batch)
+            for each in near[number]:
+                self._look_at(each)
         for device, order in enumerate(self.orders):
             if self.position[device] < len(order):
-                name, micro_batch = order[self.position[device]]
-                return f"device {device} waits forever for {name} of micro-batch {micro_batch}"
-        return self.timeline
+                number, micro_batch = divmod(order[self.position[device]], num_micro_batches)
+                return f"device {device} waits forever for {self.names[number]} of micro-batch {micro_batch}"
+        timeline = Timeline()
+        for job in self.done:
+            number, micro_batch = divmod(job, num_micro_batches)
+            same = self.role[number] * num_micro_batches + micro_batch
+            timeline.operations[self.names[number], micro_batch] = self.begins[same], self.ends[same]
+        return timeline
 
-    def _look_at(self, place: _Place) -> None:
-        """Find out what could start first on a device or link."""
-        candidate = self._operation(place) if isinstance(place, int) else self._transfer(place)
-        if candidate == self.candidates.get(place):
-            return
-        self.candidates[place] = candidate
-        if candidate is not None:
-            # Two that are equal are of one place: the places themselves are never compared.
-            heapq.heappush(self.heap, (candidate, place))
+    def _look_at(self, place: int) -> None:
+        """Find out what could start first on a device or line."""
+        candidate = self._operation(place) if place < self.num_devices else self._transfer(place)
+        if candidate != self.candidates[place]:
+            self.candidates[place] = candidate
+            if candidate >= 0:
+                heapq.heappush(self.heap, candidate)
 
-    def _near(self, name: str) -> list[_Place]:
+    def _near(self, number: int) -> list[int]:
         """Return the device and the lines on which another candidate may come first once this one is committed.
 
         An operation: its own device, for the next one; the line that it hands a tensor to; the line whose
         transfer it makes room for, by using what that brought. What follows it without a transfer is on its
         own device. A transfer: its own line, and the device that waits for it.
         """
+        if self.is_transfer[number]:
+            return [self.place[number], self.place[self.receiver[number]]]
+        role, send = self.role[number], self.send[number]
+        lines = [] if send is None else [self.place[send]]
+        index = int(self.names[number][1:])
+        brings = {"F": f"SF{index - 1}", "B": f"SB{index}"}.get(self.names[role][0])
+        if brings in self.number_of:
+            lines.append(self.place[self.number_of[brings]])
+        return [self.place[number], *dict.fromkeys(lines)]
+
+    def _send(self, name: str) -> int | None:
         if name[0] == "S":
-            return [self.line[name], self.plan.stages[int(name[2:]) + (name[1] == "F")].device]
-        device, send = self.device_and_send[name]
-        sends = [send, *self.brought_to[self.role[name]]]
-        return [device, *dict.fromkeys(self.line[each] for each in sends if each is not None)]
+            return None
+        kind, index = _role(name)[0], int(name[1:])
+        return self.number_of.get(f"S{kind}{index if kind == 'F' else index - 1}")
 
-    def _device_and_send(self, name: str) -> tuple[int, str | None]:
-        """Return the device of an operation, and the transfer that follows it, if one does."""
-        kind, index = self.role[name][0], int(name[1:])
-        send = f"S{kind}{index if kind == 'F' else index - 1}"
-        return self.plan.stages[index].device, send if send in self.durations else None
-
-    def _needs(self, name: str) -> list[str]:
-        """Return the operations that must have ended on the same micro-batch."""
-        kind, index = self.role[name][0], int(name[1:])
+    def _needs(self, name: str) -> list[int]:
+        """Return the roles of what must have ended on the same micro-batch before an operation."""
+        if name[0] == "S":
+            return []
+        kind, index = _role(name)[0], int(name[1:])
         last = len(self.plan.stages) - 1
         if kind in "RW":
-            return [f"{'F' if kind == 'R' else 'B'}{index}"]
-        if kind == "F":
-            before, send = f"F{index - 1}" if index else None, f"SF{index - 1}"
+            needs = [f"{'F' if kind == 'R' else 'B'}{index}"]
         else:
-            before, send = (f"B{index + 1}" if index < last else None), f"SB{index}"
-        own = [] if kind == "F" else [f"F{index}"]
-        if before is None:
-            return own
-        return [*own, send if send in self.durations else before]
-
-    def _operation(self, device: int) -> _Candidate | None:
-        """Return the next operation of the device's order and when it can start; None where that is not known."""
-        order = self.orders[device]
-        if self.position[device] == len(order):
-            return None
-        name, micro_batch = order[self.position[device]]
-        start = self.device_free[device]
-        needs = self.needs[name]
-        if self.recomputed and name[0] in "BI" and (name[1:], micro_batch) in self.recomputed:
-            needs = [*needs, f"R{name[1:]}"]
-        for need in needs:
-            run = self.runs.get((need, micro_batch))
-            if run is None:
-                return None
-            if run[1] > start:
-                start = run[1]
-        return start, 0, name, micro_batch
-
-    def _transfer(self, line: tuple[int, ...]) -> _Candidate | None:
-        """Return the first transfer of the line and when it can start; None where none is ready and has room."""
-        waiting: Iterable[tuple[int, int, str]] = self.to_send[line]
-        if len(self.to_send[line]) > 1:
-            first: dict[str, tuple[int, int, str]] = {}
-            for entry in sorted(waiting):
-                first.setdefault(entry[2], entry)
-            waiting = first.values()
-        eligible = []
-        for ready, micro_batch, name in waiting:
-            room = self._room_from(name)
-            if room is not None:
-                start = max(ready, room, *(self.free_from[each] for each in self.occupied[name]))
-                eligible.append((start, ready, micro_batch, name))
-        if not eligible:
-            return None
-        # Several may start first: take the one whose tensor was ready first.
-        start, _, micro_batch, name = min(eligible)
-        return start, 1, name, micro_batch
-
-    def _room_from(self, name: str) -> int | None:
-        """Return the tick from which the receiver has a free slot; None while that is not known."""
-        sent = self.received[name]
-        if len(sent) < self.slots:
-            return 0
-        run = self.runs.get((self.receiver[name], sent[-self.slots]))
-        return None if run is None else run[0]
-
-    def _commit(self, start: int, name: str, micro_batch: int) -> None:
-        end = start + self.durations[name]
-        if name[0] in "BI" and (name[1:], micro_batch) in self.within:
-            end += self.again[name[1:]]
-        run = start, end
-        self.timeline.operations[name, micro_batch] = self.runs[self.role[name], micro_batch] = run
-        if name[0] == "S":
-            for each in self.occupied[name]:
-                self.free_from[each] = end
-            line = self.line[name]
-            self.received[name].append(micro_batch)
-            waiting = self.to_send[line]
-            if len(waiting) == 1:
-                waiting.clear()
+            if kind == "F":
+                before, send = f"F{index - 1}" if index else None, f"SF{index - 1}"
             else:
-                self.to_send[line] = [entry for entry in waiting if entry[1:] != (micro_batch, name)]
+                before, send = (f"B{index + 1}" if index < last else None), f"SB{index}"
+            needs = [] if kind == "F" else [f"F{index}"]
+            if before is not None:
+                needs.append(send if send in self.number_of else before)
+        return [self.number_of[need] for need in needs]
+
+    def _operation(self, device: int) -> int:
+        """Return the candidate of a device: the next operation of its order."""
+        order, position = self.orders[device], self.position[device]
+        if position == len(order):
+            return -1
+        job = order[position]
+        number, micro_batch = divmod(job, self.num_micro_batches)
+        start = self.device_free[device]
+        for need in self.needs[number]:
+            end = self.ends[need * self.num_micro_batches + micro_batch]
+            if end < 0:
+                return -1
+            if end > start:
+                start = end
+        if job in self.needs_again:
+            end = self.ends[self.needs_again[job]]
+            if end < 0:
+                return -1
+            start = max(start, end)
+        return start * self.num_jobs + job
+
+    def _transfer(self, line: int) -> int:
+        """Return the candidate of a line: of those with room at their receiver the transfer that starts first."""
+        first: tuple[int, int, int, int] | None = None
+        for number, tensors in self.waiting[line].items():
+            ready, micro_batch = tensors[0]
+            start, sent = ready, self.sent[number]
+            if len(sent) >= self.slots:
+                room = self.begins[self.receiver[number] * self.num_micro_batches + sent[-self.slots]]
+                if room < 0:
+                    continue
+                if room > start:
+                    start = room
+            for each in self.occupied[number]:
+                if self.free_from[each] > start:
+                    start = self.free_from[each]
+            # Several may start first: take the one whose tensor was ready first.
+            candidate = start, ready, micro_batch, number
+            if first is None or candidate < first:
+                first = candidate
+        if first is None:
+            return -1
+        start, _, micro_batch, number = first
+        return start * self.num_jobs + number * self.num_micro_batches + micro_batch
+
+    def _commit(self, start: int, number: int, micro_batch: int) -> None:
+        job = number * self.num_micro_batches + micro_batch
+        end = start + self.ticks[number] + self.again.get(job, 0)
+        same = self.role[number] * self.num_micro_batches + micro_batch
+        self.begins[same], self.ends[same] = start, end
+        self.done.append(job)
+        if self.is_transfer[number]:
+            for each in self.occupied[number]:
+                self.free_from[each] = end
+            self.sent[number].append(micro_batch)
+            line = self.waiting[self.place[number]]
+            line[number].pop(0)
+            if not line[number]:
+                del line[number]
             return
-        device, send = self.device_and_send[name]
+        device, send = self.place[number], self.send[number]
         self.device_free[device] = end
         self.position[device] += 1
         if send is not None:
-            self.to_send[self.line[send]].append((end, micro_batch, send))
+            insort(self.waiting[self.place[send]].setdefault(send, []), (end, micro_batch))
 
-    def _line(self, transfer: str) -> tuple[int, ...]:
-        """Return the place in which a transfer waits: transfers of other places have nothing in common with it."""
-        platform, boundary = self.plan.platform, int(transfer[2:])
-        if platform.port_bandwidth is not None:
-            return ()
-        ends = self.plan.stages[boundary].device, self.plan.stages[boundary + 1].device
-        if platform.duplex == "full":
-            return ends if transfer[1] == "F" else ends[::-1]
-        return min(ends), max(ends)
+    def _occupied(self, name: str) -> list[str]:
+        return occupied_by(self.plan, int(name[2:]), name[1]) if name[0] == "S" else []
+
+    def _place(self, name: str) -> int:
+        """Return the device of an operation, or the line of a transfer: those of others never exclude it."""
+        if name[0] != "S":
+            return self.plan.stages[int(name[1:])].device
+        platform, boundary = self.plan.platform, int(name[2:])
+        ends: tuple[int, ...] = ()
+        if platform.port_bandwidth is None:
+            ends = self.plan.stages[boundary].device, self.plan.stages[boundary + 1].device
+            if platform.duplex != "full":
+                ends = min(ends), max(ends)
+            elif name[1] == "B":
+                ends = ends[::-1]
+        return self.lines.setdefault(ends, self.num_devices + len(self.lines))
 
 
 def _role(name: str) -> str:
