@@ -15,11 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deepspeed_partition import Chain, InfeasibleError, Plan, Platform, replay
+from deepspeed_partition import make_plan as make_plan_with_recomputation
 from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.plan import PlannedStage, StepPlan
 from deepspeed_partition.planner.schedule import Order
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Pattern, Road
+from deepspeed_partition.planner.solvers.step import best_step, step_bounds
 from deepspeed_partition.planner.solvers.step.step_search import LONGEST_RUN, StepSearch
 from deepspeed_partition.planner.solvers.step.step_simulator import StepEngine, eager, in_order
 from deepspeed_partition.planner.step import one_f_one_b_order
@@ -276,6 +278,24 @@ def test_a_deadline_that_has_passed_leaves_a_plan() -> None:
     deadline.stop()
     plan = make_plan(made, replace(platform, memory_bytes=10**6), num_micro_batches=8, deadline=deadline)
     assert replay(plan, made).violations == ()
+
+
+@pytest.mark.parametrize(("bound_seconds", "is_asked_for"), [(step_bounds.BOUND_SECONDS, True), (1e6, False)])
+def test_no_search_begins_that_its_bound_would_end(monkeypatch, bound_seconds: float, is_asked_for: bool) -> None:
+    """Searches that recompute begin with the bound: where it takes longer than what is left, none of them does."""
+    asked = []
+
+    def counted(*arguments, **options):
+        asked.append(arguments)
+        return step_bounds.step_lower_bound(*arguments, **options)
+
+    monkeypatch.setattr(step_bounds, "BOUND_SECONDS", bound_seconds)
+    monkeypatch.setattr(best_step, "step_lower_bound", counted)
+    made = chain([1] * 6, [2] * 6, stash=[10] * 6)
+    tight = Platform(num_devices=2, memory_bytes=60, bandwidth=FREE)
+    plan = make_plan_with_recomputation(made, tight, num_micro_batches=8, time_limit_seconds=ENOUGH_SECONDS)
+    assert replay(plan, made).violations == ()
+    assert bool(asked) == is_asked_for
 
 
 @settings(deadline=None, max_examples=some(60), suppress_health_check=list(HealthCheck))
