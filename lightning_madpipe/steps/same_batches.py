@@ -23,6 +23,13 @@ BATCH_END_HOOKS = {
     "predict_step": "on_predict_batch_end",
 }
 """The hook that is given what the step returned."""
+OTHER_ON_RANKS = (
+    "the ranks of a pipeline read different {} in {}: forward() gets those of the first stage, the rest of the "
+    "step those of the last, and hooks those of their own rank. Where something belongs to them, as its mask to "
+    "an image or the names of classes to their numbers, another model is trained, or used wrongly: sort what "
+    "numbers are made of (a set has another order in each process), draw from Python's, NumPy's or torch's common "
+    "generators, or seed your own alike on all ranks"
+)
 AGREE_EVERY = 128
 """The number of batches after which ranks compare again what they read."""
 
@@ -58,8 +65,9 @@ class SameBatches:
     def compare_batches(self, step: str, batch: Any) -> None:
         """Find out who reads what steps return, and whether all read the same batch. Collective.
 
-        Random augmentation may make the inputs differ, of which only the first stage's count. Where samples
-        come in another order, every tensor differs. It costs a checksum of the batch and a small collective.
+        Where samples come in another order, every tensor differs, which is refused; where some differ, as by
+        augmentation, or by numbers that a program gives to classes in the order of a set, that is told. It costs
+        a checksum of the batch and a small collective.
         """
         reads, users = self._somebody_reads(step), self._users_of_outputs() if step == "training_step" else []
         has_others = self._pipeline.mpu().get_data_parallel_world_size() > 1
@@ -125,13 +133,8 @@ class SameBatches:
             for (name, _), theirs in zip(named_tensors_of(batch), zip(*everyone, strict=True), strict=True)
             if len(set(theirs)) > 1
         ]
-        if len(differing) > 1:
-            self.tell(
-                f"the ranks of a pipeline read different {', '.join(differing[:4])} in {step}: forward() gets "
-                "those of the first stage, and the rest of the step those of the last. Where these belong "
-                "together, as an image and its mask do, another model is trained: draw them from Python's, "
-                "NumPy's or torch's common generators, or seed your own alike on all ranks"
-            )
+        if differing:
+            self.tell(OTHER_ON_RANKS.format(", ".join(differing[:4]), step))
 
     def tell(self, sentence: str | None) -> None:
         """Print ``sentence``, if it is one, the first time."""

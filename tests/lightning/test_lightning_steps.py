@@ -356,6 +356,8 @@ def test_ranks_that_draw_other_data_are_told(two: Records) -> None:
     assert "on_train_batch_end of LambdaCallback uses its outputs, and is given the loss and outputs" in windows
     assert "IgnoresOutputs" not in windows
     assert "read different batch[0], batch[1] in training_step" in differ
+    [of_one] = found["told_of_one"]  # nothing was said where one tensor differed
+    assert "read different batch[1] in training_step" in of_one and "sort what numbers are made of" in of_one
     assert "ranks 0 and 1 of a pipeline read different batches" in found["refused"]
 
 
