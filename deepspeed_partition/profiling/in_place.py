@@ -2,7 +2,8 @@
 
 A layer is called through a stand-in that notes when its forward begins and ends, and when the gradient of what it
 returned arrives; the backward of a layer lasts from there to the next arrival further down, or to the end of the
-backward. A forward within a backward recomputes, and its time is taken off.
+backward. A forward within a backward recomputes, and its time is taken off. A forward that asks for gradients
+itself, such as a head that returns forces, runs a backward that is part of this forward.
 
     forward    |--0--|---1---|--2--|loss|
     backward                            ^----2----^-----1-----^---0---|--accumulation--|
@@ -19,7 +20,7 @@ import functools
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -45,7 +46,7 @@ class LayerTimes:
 
 
 class _Event(NamedTuple):
-    kind: Literal["forward", "loss", "arrival", "end", "accumulation", "optimizer"]
+    kind: Literal["forward", "loss", "inner", "arrival", "end", "accumulation", "optimizer"]
     layer: int
     start: Stamp
     end: Stamp
@@ -63,6 +64,8 @@ class InPlaceClock:
         self._steps: list[list[_Event]] = []
         self._events: list[_Event] = []
         self._in_backward = False
+        self._num_forwards = 0
+        """Number of layers and losses whose forward has begun and not ended."""
         self._shares: Mapping[int, float] = {}
 
     @property
@@ -89,13 +92,10 @@ class InPlaceClock:
 
         def run(inputs: Any) -> Any:
             before = gradients_before(inputs)
-            start = self._now()
-            try:
-                outputs = function(inputs)
-            finally:  # recomputation may stop in the middle of a layer
-                self._events.append(_Event("forward", layer, start, self._now()))
+            outputs = self._forward("forward", layer, function, inputs)
             if torch.is_grad_enabled():
-                for tensor in made_by(before, outputs):
+                made = made_by(before, outputs)
+                for tensor in (*made, *bases_made(before, made)):
                     tensor.register_hook(arrived)
             return outputs
 
@@ -106,14 +106,25 @@ class InPlaceClock:
         arrived = functools.partial(self._arrived, layer)
 
         def run(*arguments: Any) -> Any:
-            start = self._now()
-            loss = loss_fn(*arguments)
-            self._events.append(_Event("loss", layer, start, self._now()))
+            loss = self._forward("loss", layer, loss_fn, *arguments)
             if isinstance(loss, torch.Tensor) and loss.requires_grad:
                 loss.register_hook(arrived)
             return loss
 
         return run
+
+    def _forward(
+        self, kind: Literal["forward", "loss"], layer: int, function: Callable[..., Any], *arguments: Any
+    ) -> Any:
+        depth = self._num_forwards
+        self._num_forwards += 1
+        start = self._now()
+        try:
+            return function(*arguments)
+        finally:  # recomputation may stop in the middle of a layer
+            if depth <= 1:
+                self._events.append(_Event("inner" if depth else kind, layer, start, self._now()))
+            self._num_forwards = depth
 
     def timed_accumulation(self, function: Callable[..., Any], shares: Mapping[int, float]) -> Callable[..., Any]:
         """Return the function to call in the place of one that adds up gradients after each backward.
@@ -185,17 +196,20 @@ class InPlaceClock:
         """Add a reading per micro-batch and layer to ``forward`` and ``backward``, in seconds."""
         current: _Event | None = None
         """Arrival whose backward is going on; within a backward there is one."""
-        recomputed_seconds = 0.0
+        recomputed_seconds = inner_seconds = 0.0
         spans: dict[int, float] = defaultdict(float)
         for event in events:
-            if event.kind in ("forward", "loss"):
+            if event.kind == "inner":  # recomputed for gradients that the forward noted next has asked for
+                inner_seconds += self._seconds(event.start, event.end)
+            elif event.kind in ("forward", "loss"):
                 seconds = self._seconds(event.start, event.end)
                 if current is not None:
                     recomputed_seconds += seconds
                 elif event.kind == "loss":
-                    forward[event.layer][-1] += seconds
+                    forward[event.layer][-1] += seconds - inner_seconds
                 else:
-                    forward[event.layer].append(seconds)
+                    forward[event.layer].append(seconds - inner_seconds)
+                inner_seconds = 0.0
             elif event.kind in ("arrival", "end"):
                 if current is not None:
                     seconds = self._seconds(current.start, event.start) - recomputed_seconds
@@ -208,6 +222,8 @@ class InPlaceClock:
                     spans.clear()
 
     def _arrived(self, layer: int, _: torch.Tensor) -> None:
+        if self._num_forwards:  # a forward has asked for gradients
+            return
         if not self._in_backward:
             self._in_backward = True
             # Autograd calls it when everything of this backward is done, leaves included.
@@ -232,8 +248,12 @@ class InPlaceClock:
 
 
 def gradients_before(inputs: Any) -> dict[int, Any]:
-    """Return the graph node behind each tensor that a layer is given; call it before the layer runs."""
-    return {id(tensor): tensor.grad_fn for tensor in tensors_in(inputs)}
+    """Return the graph node behind each tensor that a layer is given, and behind what these are views of.
+
+    Call it before the layer runs.
+    """
+    tensors = list(tensors_in(inputs))
+    return {id(tensor): tensor.grad_fn for tensor in (*tensors, *_bases_of(tensors))}
 
 
 def made_by(before: Mapping[int, Any], outputs: Any) -> list[torch.Tensor]:
@@ -243,6 +263,21 @@ def made_by(before: Mapping[int, Any], outputs: Any) -> list[torch.Tensor]:
         for tensor in tensors_in(outputs)
         if tensor.grad_fn is not None and (id(tensor) not in before or before[id(tensor)] is not tensor.grad_fn)
     ]
+
+
+def bases_made(before: Mapping[int, Any], made: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return what the tensors that a layer made are views of, where the layer made that, too.
+
+    Where the next layer changes a view in place, no gradient arrives at the node that was behind the view: torch
+    puts others in its place. The node behind what it is a view of stays.
+    """
+    known = {id(node) for node in before.values()}
+    return [base for base in _bases_of(made) if base.grad_fn is not None and id(base.grad_fn) not in known]
+
+
+def _bases_of(tensors: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
+    """Return each tensor once that some of ``tensors`` are views of."""
+    return {id(tensor._base): tensor._base for tensor in tensors if tensor._base is not None}.values()
 
 
 def tensors_in(boundary: Any) -> Iterator[torch.Tensor]:

@@ -13,7 +13,7 @@ layer's. The same holds for what others do when such a gradient is there: ZeRO m
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from torch.autograd.function import BackwardCFunction
 
 from deepspeed_partition.profiling.allocated import allocated_on
 from deepspeed_partition.profiling.boundaries import Boundary, bytes_of, is_boundary, tensors_of
-from deepspeed_partition.profiling.in_place import LayerTimes, gradients_before, made_by, tensors_in
+from deepspeed_partition.profiling.in_place import LayerTimes, bases_made, gradients_before, made_by, tensors_in
 from deepspeed_partition.profiling.layer_memory import LayerMemory, MemoryReading, keys_of
 from deepspeed_partition.profiling.live_bytes import SwitchedCounter
 from deepspeed_partition.profiling.measure import MeasuredLayer
@@ -63,6 +63,8 @@ class InPlaceMemory:
         self._trained = [weight for weight in module.parameters() if weight.requires_grad]
         self._persistent = keys_of([*module.parameters(), *module.buffers()])
         self._runs_forward = False
+        self._num_forwards = 0
+        """Number of layers and losses whose forward has begun and not ended, also of those that run again."""
         self._layers: dict[int, _Watched] = {}
         self._switch = SwitchedCounter()
         self._running: LayerMemory | None = None
@@ -84,17 +86,18 @@ class InPlaceMemory:
 
         def run(inputs: Any) -> Any:
             if not self._runs_forward or not is_boundary(inputs):
-                return function(inputs)
+                with self._within_forward():
+                    return function(inputs)
             watched = _Watched(LayerMemory(self._allocated, inputs, self._persistent), inputs)
             before = gradients_before(inputs)
-            with watched.memory.forward():
+            with watched.memory.forward(), self._within_forward():
                 outputs = function(inputs)
             if is_boundary(outputs):
                 watched.output_bytes = bytes_of(outputs)
                 self._layers[layer] = watched
                 if layer != self._loss_layer:
                     watched.memory.forward_has_ended(outputs, ())
-                    self._await(made_by(before, outputs), watched.memory)
+                    self._await(before, outputs, watched.memory)
             return outputs
 
         return run
@@ -106,10 +109,10 @@ class InPlaceMemory:
             if not self._runs_forward or self._loss_layer not in self._layers:
                 return loss_fn(*arguments)
             memory = self._layers[self._loss_layer].memory
-            with memory.forward():
+            with memory.forward(), self._within_forward():
                 loss = loss_fn(*arguments)
             memory.forward_has_ended(arguments[0], list(tensors_in(loss)))
-            self._await(made_by({}, loss), memory)
+            self._await({}, loss, memory)
             return loss
 
         return run
@@ -135,11 +138,28 @@ class InPlaceMemory:
         """End the count; the end of ``backward`` does, too."""
         self._counting.close()
 
-    def _await(self, tensors: Iterable[torch.Tensor], memory: LayerMemory) -> None:
-        for tensor in tensors:
+    @contextmanager
+    def _within_forward(self) -> Iterator[None]:
+        self._num_forwards += 1
+        try:
+            yield
+        finally:
+            self._num_forwards -= 1
+
+    def _await(self, before: Mapping[int, Any], outputs: Any, memory: LayerMemory) -> None:
+        made = made_by(before, outputs)
+        for tensor in made:
             tensor.register_hook(functools.partial(self._arrived, memory))
+        for base in bases_made(before, made):
+            base.register_hook(functools.partial(self._arrived_at_base, memory))
+
+    def _arrived_at_base(self, memory: LayerMemory, gradient: torch.Tensor) -> None:
+        if memory is not self._running:  # else the layer has made it of what arrived at its output
+            self._arrived(memory, gradient)
 
     def _arrived(self, memory: LayerMemory, gradient: torch.Tensor) -> None:
+        if self._num_forwards:  # a forward has asked for gradients, which are its own
+            return
         if self._running is None:
             torch.autograd.Variable._execution_engine.queue_callback(self._pause)
         else:

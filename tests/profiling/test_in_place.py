@@ -74,6 +74,23 @@ class InPlace(Layer):
         return CostlyInPlace.apply(x, self)
 
 
+class AsView(Layer):
+    """Hands on a view of what it made."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).view(x.shape)
+
+
+class Differentiates(Layer):
+    """Adds a gradient with respect to its input, as a force in a model of energies."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.requires_grad:
+            x = x.detach().requires_grad_()
+        [force] = torch.autograd.grad((x * x).sum(), x, create_graph=True)
+        return super().forward(x + force)
+
+
 class Both(nn.Module):
     """Hands on what it was given, beside what it made."""
 
@@ -111,6 +128,21 @@ def networks(clock: Clock) -> dict[str, list[Any]]:
         "a chain": [layer(), layer(), layer(), layer()],
         "changed in place": [layer(), nn.ReLU(inplace=True), layer(), nn.ReLU(inplace=True), layer()],
         "changed in place at a cost": [layer(), layer(InPlace), layer(InPlace), layer()],
+        "views changed in place": [
+            layer(AsView),
+            nn.ReLU(inplace=True),
+            layer(),
+            layer(AsView),
+            nn.ReLU(inplace=True),
+        ],
+        "views of views changed in place": [
+            layer(AsView),
+            lambda x: x.view(-1),
+            lambda x: x.relu_(),
+            lambda x: x.view(-1, 8),
+            layer(),
+        ],
+        "gradients in a forward": [layer(), layer(Differentiates), layer(), layer(Differentiates)],
         "functions and views": [layer(), lambda x: x, lambda x: x.view(-1), lambda x: x.view(-1, 8), layer()],
         "passed through": [layer(), Both(layer()), Both(layer()), lambda pair: pair[0] * pair[1], layer()],
         "two tensors": [layer(), Split(layer(), layer()), lambda pair: pair[0] + pair[1], layer()],
@@ -196,6 +228,20 @@ def test_the_optimizer_step_is_timed(clock):
     measured = train(clock, networks(clock)["a chain"], "kept")
     assert measured.optimizer_step().median_seconds == 0.5
     assert InPlaceClock(torch.device("cpu")).optimizer_step() is None
+
+
+def test_a_loss_may_ask_for_gradients(clock):
+    """As one with a penalty on them: what arrives then is no backward of a micro-batch."""
+    layer, measured = Layer(clock, 1.0, 2.0), InPlaceClock(torch.device("cpu"))
+
+    def penalty(output: torch.Tensor) -> torch.Tensor:
+        [gradient] = torch.autograd.grad((output * output).sum(), output, create_graph=True)
+        return gradient.mean()
+
+    with measured.step():
+        measured.timed_loss(0, penalty)(measured.timed_layer(0, layer)(torch.randn(4, 8))).backward()
+    [times] = measured.times().values()
+    assert (times.forward.median_seconds, times.backward.median_seconds) == (1.0, 2.0)
 
 
 def step_of(measured: InPlaceClock, layer: Layer) -> None:

@@ -166,6 +166,32 @@ def test_what_a_later_forward_replaces_is_not_kept_for_the_backward():
     assert profiles(memory)[0].stash_bytes == 4 * 5 * 8
 
 
+class AsView(nn.Linear):
+    """Hands on a view of what it made, at least."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).t()
+
+
+class Differentiates(nn.Module):
+    """Adds a gradient with respect to its input, as a force in a model of energies."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        [force] = torch.autograd.grad((x * x * x).sum(), x, create_graph=True)
+        return x + force
+
+
+@pytest.mark.parametrize("watched", [0, 1])
+@pytest.mark.parametrize("second", [nn.ReLU(), nn.ReLU(inplace=True), Differentiates()], ids=str)
+@pytest.mark.parametrize("first", [AsView, nn.Linear])
+def test_the_next_layer_does_not_change_what_is_read_of_a_backward(first, second, watched):
+    """A view that it changes in place, and a gradient that it asks for in its forward, hide or bring arrivals."""
+    network = [nn.Tanh(), first(8, 8), second, nn.Linear(5 if first is AsView else 8, 8)]
+    chain = profile_chain(network, torch.randn(5, 8), warm_up=1, repeats=1, device="cpu")
+    memory, _ = train(network, torch.randn(5, 8), None, watched)
+    assert profiles(memory)[1].transient_bytes == chain.layers[1].transient_bytes > 0
+
+
 def test_the_inputs_say_how_many_samples_there_are():
     memory, _ = train([nn.Linear(8, 8), nn.Tanh(), torch.sum], torch.randn(5, 8), None, 0)
     assert [memory.found[layer].num_samples for layer in range(3)] == [5, 5, 5]
