@@ -25,6 +25,7 @@ from deepspeed_partition.engine.runtime.collectives import from_rank_0, gather_o
 from deepspeed_partition.planner.errors import InfeasibleError, PlanFormatError, PlanMismatchError
 from tests.engine import hostile_cases, pipelines
 from tests.engine.any_plan_multiproc import plan_for
+from tests.engine.changed_modules_cases import Convolved
 from tests.engine.pipelines import mlp, train_alone
 from tests.engine.running import NUM_MICRO_BATCHES, adam, all_tensors, batches, planned, raised, same, start, train
 from tests.engine.saved_layouts import (
@@ -598,11 +599,32 @@ def an_optimizer_that_is_given_with_its_state(_: Path) -> None:
         start(mlp(), [0, 3, 8], {"zero_optimization": {"stage": 1}}, optimizer=partly)
 
 
+def states_of_weights_in_channels_last(folder: Path) -> None:
+    """ZeRO's are flat; fused optimizers pair elements by their order in memory, and states came contiguous."""
+    data = batches(4)
+    specs = [LayerSpec(nn.Linear, 8, 16), LayerSpec(Convolved), LayerSpec(Convolved), LayerSpec(nn.Linear, 16, 4)]
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), lr=0.05, fused=True)
+
+    saving, _, _ = start(specs, [0, 4], untested(1), optimizer=make)
+    train(saving, data[:2])
+    where = str(folder / "channels last")
+    saving.save_checkpoint(where)
+    expected = train(saving, data[2:])
+    engine, _, _ = start(specs, [0, 4], optimizer=make)
+    engine.load_checkpoint(where)
+    for weight in (each.conv.weight for each in engine.module.modules() if isinstance(each, Convolved)):
+        strides = {weight.stride(), engine.optimizer.state[weight]["exp_avg"].stride()}
+        assert strides == {(16, 1, 8, 4)}, strides
+    assert train(engine, data[2:]) == pytest.approx(expected, rel=1e-4)
+
+
 CASES: dict[int, list[Callable[[Path], None]]] = {
     1: [
         what_cannot_be_loaded, other_kinds_of_optimizers, a_folder_that_is_written_again,
         bf16_without_zero_as_deepspeed_loads_it, weights_alone_outlive_the_next_step,
-        a_checkpoint_without_an_optimizer, *hostile_cases.CASES[1],
+        a_checkpoint_without_an_optimizer, *hostile_cases.CASES[1], states_of_weights_in_channels_last,
     ],
     2: [
         plans_for_the_ranks_that_are_left, no_plan_fits_after_a_warm_up,

@@ -37,6 +37,7 @@ from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.planner.errors import PlanFormatError
 from deepspeed_partition.planner.io import files
 from deepspeed_partition.planner.units import shown
+from deepspeed_partition.tensor_values import has_memory
 
 FILE_NAME = "madpipe-state.json"
 FORMAT = "madpipe-state/1"
@@ -375,7 +376,13 @@ def _flattened(masters: Any) -> Iterator[torch.Tensor]:
 
 
 def _owned(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """Return a copy on the device of ``parameter``: it is no part of the file, whose pages a part would keep."""
+    """Return a copy on the device of ``parameter``: it is no part of the file, whose pages a part would keep.
+
+    One of the shape of ``parameter`` lies in memory as that does: fused optimizers take the elements of both in
+    the order of memory.
+    """
+    if value.shape == parameter.shape and has_memory(value) and has_memory(parameter):
+        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value.detach())
     return value.to(parameter.device, copy=True)
 
 
