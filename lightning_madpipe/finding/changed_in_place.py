@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from deepspeed_partition.capture.structure import build, flatten
+from deepspeed_partition.tensor_values import version_of
 
 Key = tuple[int, str, int]
 """The number of a call; ``given``, ``returned``, or ``after`` it what it has changed; the place there."""
@@ -37,7 +38,7 @@ class ChangedInPlace:
 
     def end(self) -> None:
         """End it, and find what has changed since it was written down."""
-        found = {key for key, tensor, version in self._seen if _version(tensor) != version} - self._copied
+        found = {key for key, tensor, version in self._seen if version_of(tensor) != version} - self._copied
         self._copied |= found
         self._has_found |= bool(found)
         self._seen.clear()
@@ -55,7 +56,7 @@ class ChangedInPlace:
         """What to write down of what a call has returned, and of the arguments that it has changed."""
         leaves, known = flatten(arguments)[0], {id(tensor): v for _, tensor, v in self._seen}
         changed = [
-            place for place, leaf in enumerate(leaves) if id(leaf) in known and _version(leaf) != known[id(leaf)]
+            place for place, leaf in enumerate(leaves) if id(leaf) in known and version_of(leaf) != known[id(leaf)]
         ]
         places = {id(leaf): place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         self._by_call[number] = changed
@@ -81,7 +82,7 @@ class ChangedInPlace:
         leaves, structure = flatten(value)
         copies = list(leaves)
         for place, leaf in enumerate(leaves):
-            if not isinstance(leaf, Tensor) or _version(leaf) is None:
+            if not isinstance(leaf, Tensor) or version_of(leaf) is None:
                 continue
             key = (number, part, place)
             self._seen.append((key, leaf, leaf._version))
@@ -89,7 +90,3 @@ class ChangedInPlace:
                 copies[place] = leaf.clone()
         is_same = all(copy is leaf for copy, leaf in zip(copies, leaves, strict=True))
         return value if is_same else build(structure, copies)
-
-
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version

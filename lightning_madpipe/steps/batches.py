@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_partition.engine.pipeline.drawn_data import Copies
-from deepspeed_partition.tensor_values import bytes_view
+from deepspeed_partition.tensor_values import bytes_view, version_of
 
 Shapes = tuple[tuple[int, ...], ...]
 """The shapes of a batch's tensors, in order."""
@@ -93,7 +93,7 @@ def normal_tensors(batch: Any) -> Iterator[Any]:
     if not any(tensor.is_inference() for tensor in tensors_of(batch)):
         yield batch
         return
-    pairs: list[tuple[Tensor, Tensor, int]] = []
+    pairs: list[tuple[Tensor, Tensor, int | None]] = []
 
     def normal(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -103,14 +103,14 @@ def normal_tensors(batch: Any) -> Iterator[Any]:
         else:
             return map_children(value, normal)
         pairs.extend(
-            (own, each, each._version) for own, each in zip(tensors_of(value), tensors_of(made), strict=True)
+            (own, each, version_of(each)) for own, each in zip(tensors_of(value), tensors_of(made), strict=True)
         )
         return made
 
     yield normal(batch)
     with torch.inference_mode():
         for own, made, version in pairs:
-            if own is not made and made._version != version:
+            if own is not made and version_of(made) != version:
                 own.copy_(made)
 
 

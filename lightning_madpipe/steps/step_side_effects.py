@@ -37,7 +37,7 @@ from deepspeed_partition.raw_states import (
     put_raw_state,
     raw_state,
 )
-from deepspeed_partition.tensor_values import put_back
+from deepspeed_partition.tensor_values import put_back, version_of
 from lightning_madpipe.compat.elsewhere import HiddenTensors, StandIn
 from lightning_madpipe.module import outside_pipeline
 from lightning_madpipe.steps.reached_objects import ReachedObjects, attributes_of
@@ -393,7 +393,7 @@ def look(value: Any, copies: bool, memo: dict[int, Seen], *, copied: bool | None
     if isinstance(value, nn.Parameter):
         pass  # the optimizer changes it
     elif isinstance(value, Tensor):
-        seen.version = _version(value)
+        seen.version = version_of(value)
         if (copies if copied is None else copied) and value.layout is torch.strided:
             seen.contents = value.detach().clone()
     elif isinstance(value, numpy.ndarray | set):
@@ -444,7 +444,7 @@ def held_by(value: Any) -> list[Any]:
     held: list[Any] = []
     for part in value.modules():
         for each in (*vars(part).values(), *part._buffers.values()):
-            held += (each, _version(each)) if isinstance(each, Tensor) else (each,)
+            held += (each, version_of(each)) if isinstance(each, Tensor) else (each,)
             if isinstance(each, list | dict | set | deque):
                 held.append(len(each))
     return held
@@ -455,11 +455,6 @@ def are_held(before: list[Any], now: list[Any]) -> bool:
     return len(before) == len(now) and all(
         old is new or (type(old) is int and old == new) for old, new in zip(before, now, strict=True)
     )
-
-
-def _version(tensor: Tensor) -> int | None:
-    # One of inference mode has no version and cannot be changed outside of it, where steps run.
-    return None if tensor.is_inference() else tensor._version
 
 
 def _is_same(seen: Seen, value: Any, visited: set[int]) -> bool:
@@ -476,7 +471,7 @@ def _is_same(seen: Seen, value: Any, visited: set[int]) -> bool:
         # what stands for a tensor of another rank.
         is_known = known is not None and not isinstance(value, FakeTensor | StandIn)
         # One that was put back has another version, and what it had.
-        return torch.equal(value, known) if is_known else seen.version == _version(value)
+        return torch.equal(value, known) if is_known else seen.version == version_of(value)
     if known is None:
         is_array = isinstance(value, numpy.ndarray)
         return seen.mark is None or seen.mark == _mark(value, is_array)

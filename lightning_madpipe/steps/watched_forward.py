@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from deepspeed_partition.capture.draws import Draws
 from deepspeed_partition.capture.source_lines import model_line
 from deepspeed_partition.engine.runtime.random_state import random_state, torch_state
+from deepspeed_partition.tensor_values import version_of
 from lightning_madpipe.steps.extreme_numbers import call_with_extremes
 from lightning_madpipe.steps.tensor_comparison import (
     are_same,
@@ -43,8 +44,8 @@ class Passed:
     """Whether it is a tensor, or a tuple or list of tensors, which is what a layer may be given."""
     kind: str
     num_hooks: list[int] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    """How often each tensor had been changed in place."""
+    versions: list[int | None] = field(default_factory=list)
+    """How often each tensor had been changed in place; None of one that inference mode has made."""
     restore: Callable[[], None] | None = None
     """Puts the random generators back to where they were then."""
 
@@ -60,7 +61,7 @@ class Passed:
         else:
             values = [tensor.detach().clone() for tensor in tensors]
         hooks = [len(tensor._backward_hooks or ()) for tensor in tensors]
-        versions = [tensor._version for tensor in tensors]
+        versions = list(map(version_of, tensors))
         return Passed(tensors, values, is_plain, type(value).__name__, hooks, versions, random_state())
 
     @property

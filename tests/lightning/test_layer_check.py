@@ -41,7 +41,7 @@ class Net(pl.LightningModule):
         self.new = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
         self.counts, self.seen = 0, []
         self.own, self.mean = Noise(), MeanMetric()
-        self.counter = Counter()
+        self.counter, self.sum = Counter(), Sum()
         self.turns, self.rng = itertools.cycle([1, 0]), random.Random(0)
 
 
@@ -55,6 +55,12 @@ class Two(nn.Module):
             x, mask = x
         x = self.linear(x) * scale
         return x if mask is None else (x * mask, mask)
+
+
+class Sum(nn.Module):
+    def forward(self, x: Any, other: Any = None) -> torch.Tensor:
+        x, other = x if isinstance(x, tuple) else (x, other)
+        return x + other
 
 
 class Counter(nn.Module):
@@ -97,6 +103,18 @@ def without_gradients(m: Any, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         x = m.a(x)
     return m.c(m.b(x))
+
+
+def in_inference_mode(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        x = m.a(x)
+    return m.c(m.b(x.clone()))
+
+
+def features(x: torch.Tensor) -> torch.Tensor:
+    """What a teacher says, whose tensors have no version."""
+    with torch.inference_mode():
+        return x.cos()
 
 
 def looped(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -282,6 +300,7 @@ DIFFERENT: dict[str, tuple[Callable[..., Any], Callable[[Any], list[Any]], str]]
     "reversed gradients": (lambda m, x: m.c(reverse(m.b(m.a(x)))), names("a b c"), "which changes gradients"),
     "a hook on the way": (watched, names("a b c"), "registers a hook on the gradient between layer 0"),
     "no gradients": (without_gradients, names("a b c"), "calls layer 0 (Linear) without gradients"),
+    "inference mode": (in_inference_mode, names("a b c"), "calls layer 0 (Linear) without gradients"),
     "gradients of a weight": (
         straight_through,
         names("a b c"),
@@ -353,6 +372,10 @@ SAME: dict[str, tuple[Callable[..., Any], Callable[[Any], list[Any]]]] = {
         lambda m, x: m.c(m.two(m.a(x), x > 0)[0]),
         lambda m: [lambda x: (m.a(x), x > 0), m.two, lambda x: m.c(x[0])],
     ),
+    "features made in inference mode": (
+        lambda m, x: m.c(m.sum(m.a(x), features(x))),
+        lambda m: [lambda x: (m.a(x), features(x)), m.sum, m.c],
+    ),
     "defaults": (lambda m, x: m.c(m.two(m.a(x), None, scale=1.0)), lambda m: [m.a, m.two, m.c]),
     "traces": (traced, names("a b c")),
     "a metric that counts": (
@@ -423,7 +446,7 @@ def test_what_differs_is_refused_by_its_place(case: str, kind: str) -> None:
     module = module_of(forward, layers)
     module.train(case != "in evaluation")
     found = compare(module)
-    if kind != "whole" and case == "no gradients":
+    if kind != "whole" and case in ("no gradients", "inference mode"):
         assert found.difference is None and "the gradients of its weights were not" in found.notes[-1]
         return
     assert found.difference is not None, found

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 from collections import Counter, UserDict, defaultdict, deque
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy
@@ -24,7 +26,14 @@ from lightning_madpipe.compat.elsewhere import Elsewhere
 from lightning_madpipe.module import HOLDER, PipelineHolder, find_layers
 from lightning_madpipe.steps import rank_of_step
 from lightning_madpipe.steps.batch_runs import dims_of_outputs
-from lightning_madpipe.steps.batches import UncutBatchError, fingerprint_of, join_pieces, map_children, split_batch
+from lightning_madpipe.steps.batches import (
+    UncutBatchError,
+    fingerprint_of,
+    join_pieces,
+    map_children,
+    normal_tensors,
+    split_batch,
+)
 from lightning_madpipe.steps.logged_sizes import LoggedSizes
 from lightning_madpipe.steps.metrics import metrics_of
 from lightning_madpipe.steps.same_batches import uses_argument
@@ -514,6 +523,14 @@ class Pair(NamedTuple):
 class Totals:
     number: int
     values: torch.Tensor
+
+
+def test_an_object_of_inference_mode_that_cannot_be_copied_is_itself() -> None:
+    """Its tensors have no version, and an evaluation on such batches was an error."""
+    with torch.inference_mode():
+        batch = SimpleNamespace(x=torch.ones(3), lock=threading.Lock())
+    with normal_tensors(batch) as given:
+        assert given is batch
 
 
 def test_parcels_keep_values_aliases_and_little_else() -> None:

@@ -10,6 +10,8 @@ import numpy
 import torch
 from torch.utils import _pytree as pytree
 
+from deepspeed_partition.tensor_values import version_of
+
 
 def copy_of_micro_batch(value: Any) -> Any:
     """Return a micro-batch with a copy of each tensor and array in its tuples, lists and dicts.
@@ -63,10 +65,10 @@ class _Original:
 
     def is_to_be_written(self) -> bool:
         """Whether the copy was written to, and the tensor was not."""
-        if _version(self.tensor) != self.version:
+        if version_of(self.tensor) != self.version:
             return False
         if self.version_of_copy is not None:
-            return _version(self.copy) != self.version_of_copy
+            return version_of(self.copy) != self.version_of_copy
         return not torch.equal(self.tensor, self.copy)
 
 
@@ -88,7 +90,7 @@ class Originals:
     def note(self, number: int, drawn: Iterable[torch.Tensor], copies: Iterable[torch.Tensor]) -> None:
         """Note the tensors of a batch or a micro-batch, and their copies; numbers grow."""
         pairs = zip(drawn, copies, strict=True)
-        noted = [_Original(own, _version(own), copy, _version(copy)) for own, copy in pairs if own is not copy]
+        noted = [_Original(own, version_of(own), copy, version_of(copy)) for own, copy in pairs if own is not copy]
         self._by_number[number] = noted
         self._last_number.update((_memory_of(each.tensor), number) for each in noted)
 
@@ -105,12 +107,12 @@ class Originals:
     def _write(self, original: _Original) -> None:
         # Slices of one tensor count their writes together.
         others = [each for noted in self._by_number.values() for each in noted if each.version is not None]
-        untouched = [each for each in others if _version(each.tensor) == each.version]
+        untouched = [each for each in others if version_of(each.tensor) == each.version]
         # One that inference mode has made, a user's own around an evaluation, can be written in it alone.
         with torch.inference_mode(original.tensor.is_inference()), torch.no_grad():
             original.tensor.copy_(original.copy)
         for each in untouched:
-            each.version = _version(each.tensor)
+            each.version = version_of(each.tensor)
 
 
 def tensors_in(value: Any) -> Sequence[torch.Tensor]:
@@ -118,10 +120,6 @@ def tensors_in(value: Any) -> Sequence[torch.Tensor]:
     if type(value) is torch.Tensor:
         return [value]
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
 
 
 def _memory_of(tensor: torch.Tensor) -> int:

@@ -67,7 +67,7 @@ from deepspeed_partition.module_hooks import MODULE_HOOKS
 from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.profiling.attributes import OF_DEEPSPEED_ON_TENSORS, attributes_of, mark
 from deepspeed_partition.profiling.sources import users_names
-from deepspeed_partition.tensor_values import bytes_view, has_memory, parts_of
+from deepspeed_partition.tensor_values import bytes_view, has_memory, parts_of, version_of
 
 KNOWN = ("deepspeed.", "deepspeed_partition.", "lightning_madpipe.")
 
@@ -489,7 +489,7 @@ def _changed_tensors(
         if name not in built
         or info != _sent_tensor(built[name])
         or (
-            _version(here[name]) != _FIRST_VERSIONS.get(here[name], _NEW)
+            version_of(here[name]) != _FIRST_VERSIONS.get(here[name], _NEW)
             if here[name] is built[name]
             else not _is_equal(here[name], built[name])
         )
@@ -544,11 +544,7 @@ def remember_attributes(layers: Iterable[Any], *, again: bool = False) -> None:
                 _FIRST[module] |= {name: now[name] for name in unsendable}
         for tensor in hidden_tensors(hidden).values():
             if again or tensor not in _FIRST_VERSIONS:
-                _FIRST_VERSIONS[tensor] = _version(tensor)
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
+                _FIRST_VERSIONS[tensor] = version_of(tensor)
 
 
 Fingerprints = Mapping[nn.Module, Mapping[str, Any]]
