@@ -567,6 +567,40 @@ def buffers_that_layers_of_several_stages_share(_: Path) -> None:
     assert max(gather_objects(int(one.num_batches_tracked))) == 2 * len(data) * NUM_MICRO_BATCHES
 
 
+class Hiding(nn.Module):
+    """Holds a module where torch does not look."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.inner = [inner]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner[0](self.linear(x))
+
+
+def hidden_buffers_that_layers_share(_: Path) -> None:
+    """Of a module in a list nothing was said, also where layers that share it had come to several ranks."""
+    inner = Statistics()
+    hiding = [seeded(Hiding, inner) for _ in range(3)]
+    layers = [seeded(nn.Linear, 8, WIDTH), *hiding, seeded(nn.Linear, WIDTH, 4)]
+    data = batches(2)
+    with said_here() as at_first:
+        engine, _, _ = start(layers, [0, 1, 5], optimizer=adam)
+        train(engine, data[:1])
+    with said_here() as said:
+        engine.recut([0, 3, 5])
+        train(engine, data[1:])
+    told = [
+        [line for lines in gather_objects(each) for line in lines if " share one " in line]
+        for each in (at_first, said)
+    ]
+    assert not told[0], told
+    [line] = told[1]
+    assert line.startswith("layers 1, 2 and 3 share one Statistics, which changes its running_mean"), line
+    assert "each rank has a copy" in line and "a layer that moves brings that of its rank" in line, line
+
+
 # Layers with several parameters
 
 
@@ -2501,4 +2535,5 @@ CASES = [
     the_loss_that_an_engine_keeps,
     a_loss_that_is_a_module_in_a_warm_up, what_a_module_asks_its_loss_in_a_step,
     a_loss_with_weights_goes_with_the_last_layer, a_loss_that_is_a_function_with_weights_is_refused,
+    hidden_buffers_that_layers_share,
 ]  # fmt: skip

@@ -12,11 +12,13 @@ from typing import Any
 
 from deepspeed.pipe import TiedLayerSpec
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from deepspeed_partition.engine.pipeline.beside_layers import are_same, leaves, modules_of
 from deepspeed_partition.engine.pipeline.shared_weights import listed, modules_before_building, modules_used_by
 from deepspeed_partition.engine.pipeline.tied_copies import forms_of
 from deepspeed_partition.engine.runtime.environment import warn_once
+from deepspeed_partition.hidden_modules import hidden_modules
 from deepspeed_partition.layer_calls import original_of
 
 
@@ -44,8 +46,15 @@ class SharedBuffers:
                         parts[id(part)] = part
                         places.setdefault(id(part), set()).update(layers)
 
-        for place, spec in enumerate(specs):
-            note([*modules_of(original_of(built.get(place))), *modules_before_building(spec)], [place])
+        layers = [
+            [*modules_of(original_of(built.get(place))), *modules_before_building(spec)]
+            for place, spec in enumerate(specs)
+        ]
+        own = WeakIdKeyDictionary({part: None for each in layers for module in each for part in module.modules()})
+        for place, modules in enumerate(layers):
+            note(modules, [place])
+            for module in modules:  # where torch does not look: in a list, a dict or an object
+                note(hidden_modules(module, apart=own).values(), [place])
         for form in forms_of(specs):
             note((m for place in form.layers for m in modules_of(original_of(built.get(place)))), form.layers)
         owners = {id(part): min(places[id(part)]) for part in parts.values()}
@@ -74,7 +83,10 @@ class SharedBuffers:
     def _tell(self, part: nn.Module, layers: Sequence[int], changed: Sequence[str]) -> None:
         stages = sorted({self._stage_of[place] for place in layers})
         if len({self._device_of_stage[stage] for stage in stages}) > 1:
-            what = "each rank has a copy, which counts what its own layers run, not the others"
+            what = (
+                "each rank has a copy, which counts what its own layers run, not the others, and a layer that "
+                "moves brings that of its rank"
+            )
         else:
             what = "a stage runs several micro-batches before the next one runs the first, which changes the order"
         kind, names = type(part).__name__, ", ".join(changed[:3])
