@@ -140,8 +140,15 @@ def _is_counting(node: ast.AST, tree: _Tree) -> bool:
     if not isinstance(node, ast.Call):
         return False
     if _called(node) == "zip":
-        return any(_called(each) in NUMBERS or isinstance(each, ast.List | ast.Tuple) for each in node.args)
+        return any(_called(each) in NUMBERS or _has_places(each) for each in node.args)
     return _called(node) in COUNTING and not _looks_up(node, tree)
+
+
+def _has_places(node: ast.expr) -> bool:
+    """Whether a list or tuple is written member by member, and not of others: ``[*parameters, *buffers]``."""
+    return isinstance(node, ast.List | ast.Tuple) and not (
+        node.elts and all(isinstance(each, ast.Starred) for each in node.elts)
+    )
 
 
 def _looks_up(call: ast.Call, tree: _Tree) -> bool:

@@ -112,6 +112,8 @@ def loop() -> dict[int, int]:
         (lambda: list(zip([0, 0, 0].copy(), parameters(), strict=True)), False),
         (lambda: [2 * weight for weight in Listed([1, 2])], False),
         (lambda: list(Listed([1, 2])), False),
+        (lambda: list(zip((*parameters(), 3), [0, 0, 0].copy(), strict=False)), True),
+        (lambda: list(zip((*parameters(), *range(2)), [0, 0, 0].copy(), strict=False)), False),
     ],
 )
 @pytest.mark.parametrize("knows_columns", [True, False])
