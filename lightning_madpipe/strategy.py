@@ -741,7 +741,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
                     refuse_weights_of_nobody(given, self._weights_of_all())
             except ValueError as error:
                 raise self._lightning.refusal(str(error)) from None
-            self._spread.copies.cut_to_own(optimizer, given, flattened=self.wraps_optimizer)
+            group = self.pipeline.mpu().get_pipe_parallel_group()
+            self._spread.copies.cut_to_own(optimizer, given, group, flattened=self.wraps_optimizer)
             # A run leaves its states on the CPU, and a script may give the next run the same optimizer.
             self._lightning.module("strategies.strategy")._optimizers_to_device([optimizer], self.root_device)
         else:

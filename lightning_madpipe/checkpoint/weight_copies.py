@@ -6,11 +6,13 @@ groups, has the values for these alone. When layers move, their values move with
 on every rank, these are whole, too. A list of the weights themselves has those of this rank. What was made before
 the layers were spread, or in ``configure_optimizers``, loses what other ranks have. Copies in another form stay as
 they are, which is said. In a checkpoint the first rank of a pipeline writes copies whole, and each rank that reads
-it gets those of its layers. Nothing of this takes time in a step: it happens where layers move.
+it gets those of its layers. This happens where layers move. Before a few steps, values tell the order of a list
+that shapes do not tell.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import weakref
 from collections import deque
@@ -32,6 +34,7 @@ from deepspeed_partition.engine.pipeline.tied_copies import parameter_names
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.generators import members_of
+from deepspeed_partition.tensor_values import has_memory
 from lightning_madpipe.checkpoint.held_objects import roots, walk
 from lightning_madpipe.checkpoint.module_copies import complete, copies_in
 from lightning_madpipe.checkpoint.watched_copies import WAY_OUT, WatchedCopies, is_copy
@@ -60,10 +63,20 @@ WEIGHTS_STAY = (
 )
 """What is said of weights that stay where they are."""
 
+TWO_ORDERS = (
+    "{place} has tensors in the form of the weights of this rank in more than one order, that of {one} or that of "
+    "{other}, and their values do not tell which, as those of a copy of the weights do before the first steps. It "
+    "is taken for the first one where layers move, and in checkpoints: {way_out}"
+)
+"""What is said of a list whose order is not known."""
+
 Order = tuple[Any, ...]
-"""What a list is ordered by: ``("parameters", prefix, only_trained)``, as the module; ``("state", prefix)``, as
-its ``state_dict()``, with buffers; ``("group", place)`` and ``("groups",)``, as the optimizer; and
-``("list", place)``, as a list of weights that has an order of its own."""
+"""What a list is ordered by: ``("parameters", prefix, only_trained)``, as the module; ``("both", prefix)``, as its
+``parameters()`` and then its ``buffers()``; ``("state", prefix)``, as its ``state_dict()``, with buffers;
+``("group", place)`` and ``("groups",)``, as the optimizer; and ``("list", place)``, as a list of weights that has
+an order of its own."""
+Orders = tuple[tuple[Order, tuple[str, ...]], ...]
+"""The orders that a list may be in, each with the names of its weights then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +95,8 @@ class Values:
     """Whether the values are the weights themselves."""
     form: str = "plain"
     """What an item of a list is: ``plain``; a ``pair`` of a name and a weight; a ``reference`` to a weight."""
+    fits: Orders = ()
+    """All orders that a list of copies may be in; the first one is taken."""
 
     def by_name(self) -> dict[str, Any]:
         values = self.container.values() if isinstance(self.container, dict) else self.container
@@ -94,6 +109,19 @@ def weight_in(item: Any, form: str) -> Any:
     if form == "pair":
         return item[1]
     return item() if form == "reference" else item
+
+
+def _in_words(order: Order) -> str:
+    kind, *rest = order
+    of = f"{rest[0]}" if kind in ("parameters", "both", "state") else ""
+    return {
+        "parameters": f"{of}parameters()",
+        "both": f"{of}parameters() and then {of}buffers()",
+        "state": f"{of}state_dict()",
+        "group": f"group {rest[0] if rest else 0} of the optimizer",
+        "groups": "the optimizer's groups",
+        "list": f"the weights in {rest[0] if rest else ''}",
+    }[kind]
 
 
 def _form_of(items: Sequence[Any]) -> str:
@@ -129,8 +157,12 @@ class WeightCopies:
         self._optimizer: Optimizer | None = None
         # The names in each group of the optimizer on this rank, in its order.
         self._grouped: list[tuple[str, ...]] = []
+        self._all_grouped: list[tuple[str, ...]] = []
         # The names in each list of weights that has an order of its own, on all ranks.
         self._listed: dict[Order, tuple[str, ...]] = {}
+        # The orders in which a list had the values of the weights, where shapes allow others.
+        self._seen: dict[str, frozenset[Order]] = {}
+        self._num_looks = 0
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._has_said: set[str] = set()
         self._learn_names()
@@ -138,23 +170,32 @@ class WeightCopies:
         """The copies of layers, which may not change."""
 
     def cut_to_own(
-        self, optimizer: Optimizer, given: Sequence[tuple[dict[str, Any], Sequence[Tensor]]], *, flattened: bool
+        self,
+        optimizer: Optimizer,
+        given: Sequence[tuple[dict[str, Any], Sequence[Tensor]]],
+        group: Any,
+        *,
+        flattened: bool,
     ) -> None:
         """Take what other ranks have out of the copies that ``configure_optimizers`` has made.
 
-        It sees the weights of all ranks, and hooks see those of their own.
+        It sees the weights of all ranks, and hooks see those of their own. Collective over ``group``, a pipeline.
 
         Args:
             optimizer: What it has made.
             given: Its groups, each with the weights of all ranks that it was made with.
+            group: The ranks of the pipeline.
             flattened: Whether DeepSpeed gives the optimizer flat tensors in the place of its weights. What it
                 keeps itself is left alone then.
         """
         self._optimizer = None if flattened else optimizer
+        self._num_looks = 0
         self._own, own = self._all, self._own
         self._grouped = [self._names_of(weights) for _, weights in given]
         found = dict(self._found())
-        self._own = own
+        self._look_at(found)
+        found = self._agreed(found, group)
+        self._own, self._all_grouped = own, self._grouped
         self._grouped = [tuple(name for name in names if name in own) for names in self._grouped]
         for values in found.values():
             self._lay(values, values.by_name())
@@ -162,7 +203,7 @@ class WeightCopies:
     def follow(self, group: Any) -> None:
         """Give each copy what the layers of this rank are now. Collective over ``group``, a pipeline."""
         before = self._own
-        found = dict(self._found())
+        found = self._agreed(dict(self._found()), group)
         staying = {place: value for place, value in self._walk() if not _is_within(place, found)}
         forms = self._forms()
         stays = sorted(
@@ -198,6 +239,64 @@ class WeightCopies:
             if values is not None:
                 self._lay(values, {**values.by_name(), **arrived})
         self._say_what_stays([places for *_, places in everyone])
+
+    def look_at_orders(self) -> None:
+        """Read from the values of lists in which order they are. It is called before each step, and seldom looks.
+
+        A copy of the weights has their values until the step after which it is averaged.
+        """
+        self._num_looks += 1
+        if self._num_looks & (self._num_looks - 1):
+            return
+        self._look_at(dict(self._found()))
+
+    def _look_at(self, found: Mapping[str, Values]) -> None:
+        here = self._tensors_here()
+        for place, values in found.items():
+            if len({names for _, names in values.fits}) > 1:
+                equal = frozenset(
+                    order for order, names in values.fits if _are_copies(values.container, names, here)
+                )
+                if equal:
+                    self._seen[place] = equal
+
+    def _agreed(
+        self, found: Mapping[str, Values], group: Any, places: Mapping[str, str] | None = None
+    ) -> dict[str, Values]:
+        """``found`` with the orders of lists that fit on all ranks, each of which has other layers. Collective.
+
+        Args:
+            places: Where the program keeps what is found at another place.
+        """
+        places = places or {}
+        mine = {
+            place: self._likely(places.get(place, place), values) for place, values in found.items() if values.fits
+        }
+        everyone = gather_objects(mine, group)
+        agreed = dict(found)
+        for place in dict.fromkeys(place for theirs in everyone for place in theirs):
+            theirs = [dict(each[place]) for each in everyone if place in each]
+            common = [order for order in theirs[0] if all(order in each for each in theirs)]
+            if not common:
+                continue
+            first = common[0]
+            others = [order for order in common if any(each[order] != each[first] for each in theirs)]
+            if others:
+                self._say_of_orders(places.get(place, place), first, others[0])
+            if place in mine:
+                agreed[place] = replace(found[place], names=dict(mine[place])[first], **_in_order(first))
+        return agreed
+
+    def _likely(self, place: str, values: Values) -> Orders:
+        """The orders that a list may be in by its shapes, and by its values where they have told it."""
+        seen = self._seen.get(place, frozenset())
+        return tuple(each for each in values.fits if each[0] in seen) or values.fits
+
+    def _say_of_orders(self, place: str, one: Order, other: Order) -> None:
+        if place not in self._has_said:
+            self._has_said.add(place)
+            said = TWO_ORDERS.format(place=place, one=_in_words(one), other=_in_words(other), way_out=WAY_OUT)
+            announce(said, logging.WARNING)
 
     def _say_what_stays(self, places: Sequence[Sequence[tuple[str, str]]]) -> None:
         """Say once which weights, and which copies, are taken for those of other layers now.
@@ -271,10 +370,11 @@ class WeightCopies:
             yield ("group", place), names
         yield ("groups",), tuple(name for names in self._grouped for name in names)
         for prefix in self._prefixes:
-            yield (
-                ("state", prefix),
-                tuple(name for name, weight in own.items() if name.startswith(prefix) and weight.is_saved),
-            )
+            inside = {name: weight for name, weight in own.items() if name.startswith(prefix)}
+            parameters = tuple(name for name, weight in inside.items() if weight.is_listed)
+            buffers = tuple(name for name, weight in inside.items() if weight.is_buffer)
+            yield ("both", prefix), (*parameters, *buffers)
+            yield ("state", prefix), tuple(name for name, weight in inside.items() if weight.is_saved)
 
     def _forms(self) -> set[tuple[torch.Size, ...]]:
         """The forms of what a rank has of its weights, or of its buffers, in no order: a tuple has them, say."""
@@ -285,17 +385,20 @@ class WeightCopies:
         of_buffers = tuple(sorted(own[name].shape for name in buffers))
         return {each for each in forms if len(each) > 2} | ({of_buffers} if len(set(of_buffers)) > 1 else set())
 
-    def _ordered(self, order: Order, names: Collection[str]) -> list[str]:
-        """Those of ``names`` that this rank has, in an order."""
+    def _ordered(self, order: Order, names: Collection[str], *, whole: bool = False) -> list[str]:
+        """Those of ``names`` that this rank has, or all, in an order."""
+        own, grouped = (self._all, self._all_grouped) if whole else (self._own, self._grouped)
         kind, *rest = order
         first: tuple[str, ...] = ()
         if kind == "list":
             first = self._listed.get(order, ())
         elif kind == "group":
-            first = self._grouped[rest[0]]
+            first = grouped[rest[0]] if rest[0] < len(grouped) else ()
         elif kind == "groups":
-            first = tuple(name for group in self._grouped for name in group)
-        return list(dict.fromkeys(name for name in (*first, *self._own) if name in names and name in self._own))
+            first = tuple(name for group in grouped for name in group)
+        elif kind == "both":
+            first = tuple(name for name, weight in own.items() if weight.is_listed)
+        return list(dict.fromkeys(name for name in (*first, *own) if name in names and name in own))
 
     # Copies in the state of a checkpoint
 
@@ -306,11 +409,19 @@ class WeightCopies:
         ``group``, a pipeline.
         """
         sequences = list(self._sequences(_weights_of(self._module)))
-        found = {
-            place: values
+        by_path = {
+            "/".join(place): (place, values)
             for place, container in _containers(state)
             if (values := self._as_values(container, sequences)) is not None
         }
+        kept = {_members(value): place for place, value in self._walk() if isinstance(value, list) and value}
+        places = {
+            path: kept[members]
+            for path, (_, values) in by_path.items()
+            if (members := _members(values.container)) in kept
+        }
+        agreed = self._agreed({path: values for path, (_, values) in by_path.items()}, group, places)
+        found = {place: agreed[path] for path, (place, _) in by_path.items()}
         everyone = gather_objects({place: values.names for place, values in found.items()}, group)
         is_first = torch.distributed.get_rank(group) == 0
         names = {"/".join(place): list(values.names) for place, values in found.items()}
@@ -322,7 +433,7 @@ class WeightCopies:
             )
             if is_first and values is not None:
                 by_name = {**values.by_name(), **arrived}
-                whole = {name: by_name[name] for name in self._all if name in by_name}
+                whole = {name: by_name[name] for name in self._ordered(values.order, by_name, whole=True)}
                 cut = len(values.prefix)
                 is_list = isinstance(values.container, list)
                 laid = list(whole.values()) if is_list else {name[cut:]: value for name, value in whole.items()}
@@ -344,7 +455,9 @@ class WeightCopies:
             names = (noted or {}).get("/".join(place))
             if names is not None and len(names) == len(container):
                 prefix = "" if isinstance(container, list) else names[0].removesuffix(next(iter(container)))
-                found[place] = Values(container, tuple(names), prefix)
+                order = ("list", "/".join(place))
+                self._listed[order] = tuple(names)
+                found[place] = Values(container, tuple(names), prefix, order)
             elif (
                 noted is None and isinstance(container, dict) and (values := self._as_dict(container)) is not None
             ):
@@ -521,12 +634,15 @@ class WeightCopies:
         if not value or not all(isinstance(tensor, Tensor) for tensor in value):
             return None
         shapes = [tensor.shape for tensor in value]
+        fits = []
         for order, names in sequences:
             weights = [self._own.get(name) or self._all.get(name) for name in names]
             if [weight.shape for weight in weights if weight is not None] == shapes:
-                prefix = order[1] if order[0] == "parameters" else ""
-                return Values(value, names, prefix, order)
-        return None
+                fits.append((order, names))
+        if not fits:
+            return None
+        [(order, names), *_] = fits
+        return Values(value, names, **_in_order(order), fits=tuple(fits))
 
     def _kind(self, value: Any, whole: Collection[tuple[torch.Size, ...]]) -> str:
         """The sentence about something that stays: it has weights, or tensors of the forms of at least two.
@@ -597,6 +713,8 @@ class Weight:
     trains: bool
     is_listed: bool
     """Whether ``parameters()`` gives it, under this name; not so buffers and second names."""
+    is_buffer: bool
+    """Whether ``buffers()`` gives it, under this name."""
     is_saved: bool
     """Whether ``state_dict()`` gives it: all but buffers that are not persistent."""
 
@@ -604,13 +722,14 @@ class Weight:
 def _weights_of(module: nn.Module) -> dict[str, Weight]:
     """The parameters and buffers that can be read, by all of their names, in the order of ``state_dict()``."""
     listed = {name for name, _ in module.named_parameters()}
+    buffers = {name for name, _ in module.named_buffers()}
     unsaved = {
         f"{path}.{own}" if path else own
         for path, part in module.named_modules(remove_duplicate=False)
         for own in part._non_persistent_buffers_set
     }
     return {
-        name: Weight(value.shape, value.requires_grad, name in listed, name not in unsaved)
+        name: Weight(value.shape, value.requires_grad, name in listed, name in buffers, name not in unsaved)
         for name, value in _named_tensors(module)
     }
 
@@ -620,6 +739,30 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for own, value in (*part._parameters.items(), *part._buffers.items()):
             if value is not None:
                 yield f"{path}.{own}" if path else own, value
+
+
+def _members(value: Any) -> tuple[int, ...]:
+    """What tells that two lists have the same tensors."""
+    return tuple(map(id, value)) if isinstance(value, list) else ()
+
+
+def _in_order(order: Order) -> dict[str, Any]:
+    """What :class:`Values` have of an order."""
+    return {"order": order, "prefix": order[1] if order[0] == "parameters" else ""}
+
+
+def _are_copies(copies: Iterable[Any], names: Sequence[str], here: Mapping[str, Tensor]) -> bool:
+    """Whether tensors have the values of the weights of these names, and not all of them zeros, as sums may."""
+    pairs = [(copy, here[name]) for copy, name in zip(copies, names, strict=True) if name in here]
+    if not all(map(has_memory, itertools.chain(*pairs))):
+        return False
+    return any(bool(copy.any()) for copy, _ in pairs) and all(_is_copy(*pair) for pair in pairs)
+
+
+def _is_copy(copy: Tensor, weight: Tensor) -> bool:
+    """Whether a tensor has the values of a weight, in a type that may be another one."""
+    one, other = copy.detach().cpu(), weight.detach().cpu()
+    return torch.equal(one.to(other.dtype), other) or torch.equal(one, other.to(one.dtype))
 
 
 # Values that hold tensors

@@ -9,6 +9,7 @@ import functools
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any, ClassVar
 
 import pytorch_lightning as pl
@@ -132,12 +133,16 @@ def kept_weights(host: Host) -> dict[str, Any]:
     }
 
 
-def moved_late(host: Host, build: Callable[[], pl.LightningModule], stays: list[str]) -> dict[str, Any]:
+def moved_late(
+    host: Host, build: Callable[[], pl.LightningModule], stays: list[str], path: Any = None
+) -> dict[str, Any]:
     """Train a module whose layers move after the third step; rank 0 says which places do not follow."""
     recorder, module = cases.Recorder(), seeded(build)
     with lines() as said:
         trainer = host.trainer(recorder, strategy=MOVES_LATE)
         trainer.fit(module, cases.loader(96))
+    if path is not None:
+        trainer.save_checkpoint(path)
     if host.pipelined:
         assert list(trainer.strategy.pipeline.parts) == [0, 2, 8]
         told = [line.partition(" of rank")[0] for line in said if "in a form that does not follow" in line]
@@ -282,8 +287,97 @@ def kept_with_buffers(host: Host) -> dict[str, Any]:
     return moved_late(host, KeptWithBuffers, ["self.buffers_before, self.fixed"])
 
 
+class Scale(nn.Module):
+    """A weight and a buffer of one shape."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, cases.WIDTH) + number / 16)
+        self.register_buffer("shift", torch.linspace(-0.1, 0.1, cases.WIDTH) * number)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.scale + self.shift.roll(1))
+
+
+def widened(x: Tensor) -> Tensor:
+    return x.repeat(1, cases.WIDTH)[:, : cases.WIDTH]
+
+
+def classes(x: Tensor) -> Tensor:
+    return x[:, : cases.NUM_CLASSES] * 4
+
+
+class OneShape(cases.Steps):
+    """Keeps slow weights and buffers in two orders, which shapes do not tell apart."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        del self.class_weights
+        self.class_weights = torch.tensor([1.0, 2.0, 0.5, 1.5])
+        self.blocks = nn.ModuleList(Scale(number) for number in range(6))
+
+    def pipeline_layers(self) -> list[Any]:
+        return [widened, *self.blocks, classes]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.pipeline_layers():
+            x = layer(x)
+        return x
+
+    def configure_optimizers(self) -> Any:
+        self.slow_state = [weight.clone() for weight in self.state_dict().values()]
+        return super().configure_optimizers()
+
+    def on_train_start(self) -> None:
+        if not hasattr(self, "slow"):
+            self.slow = [weight.detach().clone() for weight in chain(self.parameters(), self.buffers())]
+        if self.global_step:  # a pipeline loads a checkpoint after configure_optimizers
+            self.slow_state = [weight.clone() for weight in self.state_dict().values()]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.global_step % 2 == 0:
+            look_ahead(zip(chain(self.parameters(), self.buffers()), self.slow, strict=True))
+        else:
+            look_ahead(zip(self.state_dict().values(), self.slow_state, strict=True))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["slow"] = self.slow
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.slow = checkpoint["slow"]
+
+
+def kept_in_one_shape(host: Host) -> dict[str, Any]:
+    """A list of parameters, then buffers was taken for one in the order of ``state_dict()``, in silence."""
+    recorder, path = cases.Recorder(), host.folder / "one_shape.ckpt"
+    first = moved_late(host, OneShape, [], path)
+    again = seeded(OneShape)
+    host.trainer(recorder, strategy=MOVES_LATE, max_epochs=3).fit(again, cases.loader(96), ckpt_path=str(path))
+    return {"first": first, "rows": recorder.rows, "slow": [float(value.double().sum()) for value in again.slow]}
+
+
+class Sums(OneShape):
+    """Keeps sums of squares, which begin at zero: nothing tells their order."""
+
+    configure_optimizers = cases.Steps.configure_optimizers
+
+    def on_train_start(self) -> None:
+        self.sums = [torch.zeros_like(weight) for weight in chain(self.parameters(), self.buffers())]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for weight, total in zip(chain(self.parameters(), self.buffers()), self.sums, strict=True):
+            total.add_(weight.detach().square())
+
+
+def order_untold(host: Host) -> dict[str, Any]:
+    """A list whose order neither shapes nor values tell."""
+    with lines() as said:
+        moved_late(host, Sums, [])
+    return {"said": [line for line in said if "self.sums" in line]}
+
+
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
-    2: [kept_weights, kept_far_away, kept_with_buffers],
+    2: [kept_weights, kept_far_away, kept_with_buffers, kept_in_one_shape],
     4: [],
 }
-ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [collected_weights], 4: []}
+ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [collected_weights, order_untold], 4: []}
