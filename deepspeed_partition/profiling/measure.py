@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed_partition.given_modules import built_aside
 from deepspeed_partition.profiling.backward_halves import Halves
 from deepspeed_partition.profiling.boundaries import Boundary, bytes_of, describe, detached, receive, tensors_of
 from deepspeed_partition.profiling.failed_backward import forget_failed_backward
@@ -79,12 +80,13 @@ class MeasuredLayer:
 @contextmanager
 def _ready(layer: LayerSource, boundary: Boundary, conditions: Conditions) -> Iterator[BuiltLayer]:
     """Build the layer and put it on the device, within the context."""
-    built = layer.build()
-    if any(nn.parameter.is_lazy(parameter) for parameter in built.parameters()):
-        raise ValueError(f"layer {layer.name!r} has lazy parameters, without shapes: run it once before")
     try:
-        with stand_ins(built.modules, conditions.device):
-            yield built
+        with built_aside(layer.source):
+            built = layer.build()
+            if any(nn.parameter.is_lazy(parameter) for parameter in built.parameters()):
+                raise ValueError(f"layer {layer.name!r} has lazy parameters, without shapes: run it once before")
+            with stand_ins(built.modules, conditions.device):
+                yield built
     except (torch.cuda.OutOfMemoryError, MemoryError) as error:
         forget_failed_backward()
         raise MemoryError(

@@ -2504,7 +2504,62 @@ def a_forward_that_a_script_puts_in_between_two_steps(_: Path) -> None:
                 same(losses + train(engine, data[2:]), expected)
 
 
+class Doubling(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+class Fitted(nn.Module):
+    """A layer that takes a block of a whole model, and changes what it takes."""
+
+    def __init__(self, whole: list[nn.ModuleList], index: int) -> None:
+        super().__init__()
+        self.block = whole[0][index]
+        del self.block.linear.bias.name_in_the_file
+        nn.init.zeros_(self.block.linear.bias)
+        self.block.linear = nn.Sequential(self.block.linear, Doubling())
+        self.block.linear[0].weight = nn.Parameter(self.block.linear[0].weight / 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x)
+
+
+def fitted() -> list[Any]:
+    """Eight layers, of which six are made of one model."""
+    torch.manual_seed(3)
+    whole = nn.ModuleList(Block(WIDTH) for _ in range(6))
+    for name, parameter in whole.named_parameters():
+        parameter.name_in_the_file = name  # type: ignore[attr-defined]
+    blocks = [LayerSpec(Fitted, [whole], index) for index in range(6)]
+    return [LayerSpec(nn.Linear, 8, WIDTH), *blocks, LayerSpec(nn.Linear, WIDTH, 4)]
+
+
+def _trained_further(model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of a script that sets weights when layers are built."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("block.linear.0.bias"):
+            nn.init.constant_(parameter, 0.1)
+    return two_groups(model)
+
+
+def specs_that_change_what_they_are_given(_: Path) -> None:
+    """As those of qlora-pipe-lite do: a layer is built more than once, to be counted, compared and moved."""
+    data = batches(WARM_UP + AFTER)
+    expected = train_alone(fitted(), data, _trained_further)
+    engine, _, _ = start(fitted(), cut(), optimizer=_trained_further)
+    same(train_on_four_cuts(engine, data), expected)
+    for method, config in (
+        (cut(), {}),
+        ("madpipe", planned(cut())),
+        ("madpipe", planned(cut(), warmup_steps=WARM_UP)),
+    ):
+        engine, _, _ = start(fitted(), method, config, optimizer=_trained_further)
+        same(train(engine, data), expected)
+        assert engine.module.parts == cut()
+
+
 CASES = [
+    specs_that_change_what_they_are_given,
     a_forward_that_a_script_puts_in_between_two_steps,
     layers_that_are_frozen_when_they_move,
     hooks_on_the_pipeline_module, modules_with_a_forward_of_their_own,

@@ -25,6 +25,7 @@ from deepspeed_partition.engine.runtime import accelerator
 from deepspeed_partition.engine.runtime.all_come import wait_for_the_same_error
 from deepspeed_partition.engine.runtime.collectives import from_rank_0
 from deepspeed_partition.engine.runtime.environment import announce, planning_is_off, without_lines_of_hosts
+from deepspeed_partition.given_modules import built_aside
 from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.planner.errors import PlanMismatchError
 from deepspeed_partition.planner.plan import Plan
@@ -296,8 +297,9 @@ def count_parameters(module: deepspeed.pipe.PipelineModule) -> tuple[list[int], 
     """The trainable and the frozen parameters of each layer; one layer is built at a time."""
     trainable, frozen = [], []
     for spec in module._layer_specs:
-        layer = spec.build() if isinstance(spec, LayerSpec) else spec
-        parameters = list(layer.parameters()) if isinstance(layer, nn.Module) else []
+        with built_aside(spec):
+            layer = spec.build() if isinstance(spec, LayerSpec) else spec
+            parameters = list(layer.parameters()) if isinstance(layer, nn.Module) else []
         trainable.append(sum(weight.numel() for weight in parameters if weight.requires_grad))
         frozen.append(sum(weight.numel() for weight in parameters if not weight.requires_grad))
     return trainable, frozen

@@ -21,6 +21,7 @@ from torch import nn
 
 from deepspeed_partition.code_names import globals_in
 from deepspeed_partition.engine.runtime.environment import announce
+from deepspeed_partition.given_modules import built_aside, reached
 
 WAY_OUT = (
     "list deepspeed_partition.engine.TiedModule(key, module, forward_fn=...), or a TiedLayerSpec, of one key at "
@@ -133,10 +134,11 @@ def _weights_of(spec: Any) -> list[nn.Parameter]:
         return _trainable(spec.module.parameters())
     if not isinstance(spec, LayerSpec):
         return []
-    given = {weight for held in _reached([spec.module_args, spec.module_kwargs]) for weight in _parameters(held)}
+    given = {weight for held in reached([spec.module_args, spec.module_kwargs]) for weight in _parameters(held)}
     if not given:
         return []
-    with torch.random.fork_rng(devices=[]):  # it may take a part of what it is given: a block of a whole model
+    # It may take a part of what it is given: a block of a whole model.
+    with torch.random.fork_rng(devices=[]), built_aside(spec):
         return _trainable(weight for weight in spec.build().parameters() if weight in given)
 
 
@@ -170,7 +172,7 @@ def modules_before_building(spec: Any) -> list[nn.Module]:
     if isinstance(spec, TiedModule):
         return [spec.module]
     given = [spec.module_args, spec.module_kwargs] if isinstance(spec, LayerSpec) else []
-    return [held for held in _reached(given) if isinstance(held, nn.Module)]
+    return [held for held in reached(given) if isinstance(held, nn.Module)]
 
 
 def modules_used_by(function: Any, owners: dict[int, int]) -> list[nn.Module]:
@@ -182,7 +184,7 @@ def modules_used_by(function: Any, owners: dict[int, int]) -> list[nn.Module]:
     if isinstance(function, nn.Module | LayerSpec):
         return []
     names, found = _names_in(function), list[nn.Module]()
-    for held in _reached(_held_by(function)):
+    for held in reached(_held_by(function)):
         if isinstance(held, nn.Module):
             whole = len({owners[id(part)] for part in held.modules() if id(part) in owners}) > 1
             found += [child for name, child in held.named_children() if name in names] if whole else [held]
@@ -192,7 +194,7 @@ def modules_used_by(function: Any, owners: dict[int, int]) -> list[nn.Module]:
 def _used_by(function: Any, owners: dict[nn.Parameter, int]) -> Iterator[nn.Module | nn.Parameter]:
     """What a function holds; of a module of many, such as the whole model, the children that it names."""
     names = _names_in(function)
-    for held in _reached(_held_by(function)):
+    for held in reached(_held_by(function)):
         children = dict(held.named_children()) if isinstance(held, nn.Module) else {}
         if children and len(_layers_of(held, owners)) != 1:
             yield from (child for name, child in children.items() if name in names)
@@ -228,17 +230,6 @@ def _held_by(function: Any) -> Iterator[Any]:
         yield from function.__defaults__ or ()
 
 
-def _reached(values: Any, depth: int = 3) -> Iterator[nn.Module | nn.Parameter]:
-    """The modules and parameters among values, and in lists and dicts of them."""
-    for value in values if depth else ():
-        if isinstance(value, nn.Module | nn.Parameter):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _reached(value, depth - 1)
-        elif isinstance(value, dict):
-            yield from _reached(value.values(), depth - 1)
-
-
 def _parameters(held: nn.Module | nn.Parameter) -> Iterable[nn.Parameter]:
     return [held] if isinstance(held, nn.Parameter) else held.parameters()
 
@@ -264,10 +255,10 @@ def weights_of_nobody(module: Any, weights: Iterable[nn.Parameter]) -> tuple[int
     held = [module]
     for spec in module._layer_specs:
         given = (spec.module_args, spec.module_kwargs) if isinstance(spec, LayerSpec) else (spec,)
-        held += _reached([*given, getattr(spec, "module", None), *_held_by(spec)])
+        held += reached([*given, getattr(spec, "module", None), *_held_by(spec)])
     known = {weight for each in held for weight in _parameters(each)}
     others = [each for each in dict.fromkeys(weights) if each.requires_grad and each.numel() and each not in known]
-    of_loss = [each for each in _reached(_held_by(module.loss_fn)) if isinstance(each, nn.Module)]
+    of_loss = [each for each in reached(_held_by(module.loss_fn)) if isinstance(each, nn.Module)]
     kinds = [type(each).__name__ for each in of_loss if not {*others}.isdisjoint(each.parameters())]
     shapes = ", ".join(str(tuple(weight.shape)) for weight in others[:3])
     return len(others), f"of the {kinds[0]} that loss_fn uses" if kinds else f"of shape {shapes}"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -66,6 +66,7 @@ from deepspeed_partition.engine.runtime.collectives import (
 )
 from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
+from deepspeed_partition.given_modules import built_aside, put_back_as_given
 from deepspeed_partition.hidden_modules import hidden_tensors
 from deepspeed_partition.planner.allocation import Allocation
 
@@ -151,7 +152,8 @@ def _descriptions(
         for part in all_that_moves(module):
             before = part.owners(current)
             if before[0] == grid.get_stage_id() and set(part.owners(allocation)) - set(before):
-                sent[part.name] = only_what_changed(part, held[part.name], partial(_build_spec, module, part))
+                with _another(module, part) as build:
+                    sent[part.name] = only_what_changed(part, held[part.name], build)
         if sent:
             layers = {name: tensors_in(each) for name, each in held.items()}
             say_what_lies_outside(layers, sent, let_none_move(current))
@@ -170,12 +172,12 @@ def _checked_here(module: PipelineModule) -> dict[str, PartInfo]:
     existing = {}
     for part in all_that_moves(module):
         if part.owners(allocation_of(module))[0] == grid.get_stage_id():
-            built = _build_spec(module, part)
-            there = only_what_changed(part, held[part.name], partial(_itself, built))
-            if _is_built(part.spec):
-                check_alike(part, there, describe(built), module.global_rank, allocation_of(module))
-            else:
-                existing[part.name] = there
+            with _another(module, part) as build:
+                there = only_what_changed(part, held[part.name], build)
+                if _is_built(part.spec):
+                    check_alike(part, there, describe(build()), module.global_rank, allocation_of(module))
+                else:
+                    existing[part.name] = there
     return existing
 
 
@@ -291,10 +293,6 @@ def _send(tensor: torch.Tensor, rank: int) -> None:
             send_tensor(vars(tensor)[name], rank)
 
 
-def _itself(module: nn.Module) -> nn.Module:
-    return module
-
-
 def _build_spec(module: PipelineModule, part: Part) -> nn.Module:
     """Build a part, or find it where it exists on each rank.
 
@@ -304,9 +302,25 @@ def _build_spec(module: PipelineModule, part: Part) -> nn.Module:
     spec: Any = part.spec
     if not _is_built(spec):
         return spec if isinstance(spec, nn.Module) else spec.build()
+    put_back_as_given(spec)
     seed_fn = module.seed_fn if module.seed_layers else None
     (seed_fn or set_random_seed)(module.base_seed + part.layers[0])
     return spec.build()
+
+
+@contextmanager
+def _another(module: PipelineModule, part: Part) -> Iterator[Callable[[], nn.Module]]:
+    """A function that builds a part once more, beside the one that trains, which is as before afterwards.
+
+    Until it is called that one can be looked at: both may have modules that their specification is given.
+    """
+    with ExitStack() as stack:
+
+        def build() -> nn.Module:
+            stack.enter_context(built_aside(part.spec))
+            return _build_spec(module, part)
+
+        yield cache(build)
 
 
 def _build(module: PipelineModule, part: Part, arriving: Arriving, rank: int) -> None:

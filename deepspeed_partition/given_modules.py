@@ -1,0 +1,161 @@
+"""What a specification changes in the modules that it is given.
+
+A ``LayerSpec`` may take its layer out of a whole model (``LayerSpec(Block, model, 3)``), and the class may change
+what it takes when it is built: it wraps a part, loads or draws weights, takes an attribute off a parameter.
+DeepSpeed builds a layer once. Here it is built more often, to be counted, compared and moved: each time from what
+the specification was given, and the layer that trains keeps what it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+
+def reached(values: Iterable[Any], depth: int = 3) -> Iterator[nn.Module | nn.Parameter]:
+    """The modules and parameters among values, and in lists and dicts of them."""
+    for value in values if depth else ():
+        if isinstance(value, nn.Module | nn.Parameter):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from reached(value, depth - 1)
+        elif isinstance(value, dict):
+            yield from reached(value.values(), depth - 1)
+
+
+@contextmanager
+def built_aside(spec: Any) -> Iterator[None]:
+    """Let a specification be built from what it was given; then what this has changed is as it was before."""
+    as_given = _CHANGED.get(spec) if _takes_arguments(spec) else None
+    if as_given is not None:
+        present = _State(as_given.objects, with_values=True)
+        as_given.put_back()
+        try:
+            yield
+        finally:
+            present.put_back()
+        return
+    before = _State(_given_to(spec))
+    try:
+        yield
+    finally:
+        if changed := before.that_differ():
+            _CHANGED[spec] = changed
+            changed.put_back()
+
+
+def put_back_as_given(spec: Any) -> None:
+    """Put back what building a specification has changed in what it is given, for it to be built to stay."""
+    if _takes_arguments(spec) and spec in _CHANGED:
+        _CHANGED[spec].put_back()
+
+
+def _takes_arguments(spec: Any) -> bool:
+    return hasattr(spec, "module_args")
+
+
+def _given_to(spec: Any) -> list[nn.Module | torch.Tensor]:
+    """The modules and tensors that a specification can change."""
+    found: dict[int, nn.Module | torch.Tensor] = {}
+    for each in reached([spec.module_args, spec.module_kwargs]) if _takes_arguments(spec) else ():
+        found[id(each)] = each
+        if isinstance(each, nn.Module):
+            for held in (each.modules(), each.parameters(), each.buffers()):
+                found.update((id(one), one) for one in held)
+    return list(found.values())
+
+
+class _State:
+    """Attributes of modules and tensors as they are when it is made."""
+
+    def __init__(self, objects: Iterable[nn.Module | torch.Tensor], *, with_values: bool = False) -> None:
+        self._states = [_ObjectState(each, with_values) for each in objects]
+
+    @property
+    def objects(self) -> list[nn.Module | torch.Tensor]:
+        return [state.of for state in self._states]
+
+    def that_differ(self) -> _State | None:
+        """The state of those that are another now; None where all are as they were."""
+        differing = _State(())
+        differing._states = [state for state in self._states if state.differs()]
+        return differing if differing._states else None
+
+    def put_back(self) -> None:
+        for state in self._states:
+            state.put_back()
+
+
+class _ObjectState:
+    """Attributes of a module, or those of a tensor, where its data is and, if asked for, its numbers."""
+
+    def __init__(self, of: nn.Module | torch.Tensor, with_values: bool) -> None:
+        self.of = of
+        # torch keeps what a module registers in tables, and handles of hooks know the tables: those stay.
+        self._attributes = {
+            name: (value, dict(value) if name.startswith("_") and isinstance(value, dict) else None)
+            for name, value in vars(of).items()
+        }
+        self._tensor = _TensorState(of, with_values) if isinstance(of, torch.Tensor) else None
+
+    def differs(self) -> bool:
+        present = vars(self.of)
+        if self._tensor is not None and self._tensor.differs():
+            return True
+        return present.keys() != self._attributes.keys() or any(
+            present[name] is not value or (table is not None and not _are_same(value, table))
+            for name, (value, table) in self._attributes.items()
+        )
+
+    def put_back(self) -> None:
+        present = vars(self.of)
+        present.clear()
+        for name, (value, table) in self._attributes.items():
+            if table is not None:
+                value.clear()
+                value.update(table)
+            present[name] = value
+        if self._tensor is not None:
+            self._tensor.put_back()
+
+
+class _TensorState:
+    def __init__(self, of: torch.Tensor, with_values: bool) -> None:
+        self._of, self._data, self._version = of, of.data, _version(of)
+        self._values = of.data.clone() if with_values else None
+
+    def differs(self) -> bool:
+        return self._is_elsewhere() or _version(self._of) != self._version
+
+    def put_back(self) -> None:
+        if self._is_elsewhere():
+            self._of.data = self._data
+        if self._values is not None and self._data.device.type != "meta":
+            self._data.copy_(self._values)
+
+    def _is_elsewhere(self) -> bool:
+        return not _lies_as(self._of, self._data)
+
+
+def _lies_as(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.is_set_to(other)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _are_same(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
+    """Whether two tables have the same objects, in one order."""
+    return len(one) == len(other) and all(
+        key is there or key == there for key, there in zip(one, other, strict=True)
+    ) and all(one[key] is other[key] for key in one)  # fmt: skip
+
+
+_CHANGED: WeakKeyDictionary[Any, _State] = WeakKeyDictionary()
+"""By specification: what its first building has changed, as it was before."""
