@@ -1,0 +1,84 @@
+"""Modules that a specification is given, and that its class changes when it is built."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import nn
+
+from deepspeed_partition.given_modules import built_aside, put_back_as_given
+
+
+class Loading(nn.Module):
+    """A layer that gives a part of a whole model its weights, as where a model was made without data."""
+
+    def __init__(self, whole: nn.Module, *, rate: float = 0.5) -> None:
+        super().__init__()
+        self.part = whole.part
+        del self.part.weight.name_in_the_file
+        self.part.weight = nn.Parameter(torch.full((2, 2), rate))
+        self.part.bias.data = torch.ones(2)
+        self.part.register_buffer("scale", torch.tensor(rate))
+        self.part.num_built = getattr(self.part, "num_built", 0) + 1
+
+
+@pytest.fixture
+def whole() -> nn.Module:
+    whole = nn.Module()
+    whole.part = nn.Linear(2, 2)
+    whole.part.weight = nn.Parameter(torch.empty(2, 2, device="meta"))
+    whole.part.weight.name_in_the_file = "part.weight"
+    nn.init.zeros_(whole.part.bias)
+    return whole
+
+
+def test_what_is_built_aside_leaves_no_trace(whole: nn.Module) -> None:
+    spec, weight = LayerSpec(Loading, whole), whole.part.weight
+    for _ in range(3):
+        with built_aside(spec):
+            built = spec.build()
+            assert built.part.num_built == 1 and built.part.weight[0, 0] == 0.5
+        assert whole.part.weight is weight and weight.name_in_the_file == "part.weight"
+        assert torch.equal(whole.part.bias, torch.zeros(2))
+        assert not hasattr(whole.part, "num_built") and not dict(whole.named_buffers())
+
+
+def test_a_layer_that_trains_keeps_what_it_has(whole: nn.Module) -> None:
+    spec = LayerSpec(Loading, whole)
+    with built_aside(spec):
+        spec.build()
+    layer = spec.build()
+    weight, bias = layer.part.weight, layer.part.bias
+    with torch.no_grad():
+        for each in (weight, bias):
+            each.fill_(7)
+    hook = layer.part.register_forward_pre_hook(lambda *_: None)
+    with built_aside(spec):
+        assert spec.build().part.weight is not weight
+        assert not layer.part._forward_pre_hooks, "it is built of what it was given"
+    assert layer.part.weight is weight and layer.part.bias is bias
+    assert weight.eq(7).all() and bias.eq(7).all() and layer.part.num_built == 1
+    assert len(layer.part._forward_pre_hooks) == 1
+    hook.remove()
+    assert not layer.part._forward_pre_hooks, "the handle knows its table"
+
+
+def test_a_layer_that_comes_back_is_built_of_what_its_specification_was_given(whole: nn.Module) -> None:
+    spec = LayerSpec(Loading, whole)
+    with built_aside(spec):
+        spec.build()
+    for _ in range(2):
+        put_back_as_given(spec)
+        assert spec.build().part.num_built == 1
+
+
+def test_what_changes_nothing_that_it_is_given_is_not_looked_at_again(whole: nn.Module) -> None:
+    spec = LayerSpec(nn.Sequential, whole.part)
+    with built_aside(spec):
+        spec.build()
+    whole.part.later = 1
+    with built_aside(spec):
+        spec.build()
+    put_back_as_given(spec)
+    assert whole.part.later == 1
