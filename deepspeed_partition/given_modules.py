@@ -8,6 +8,7 @@ the specification was given, and the layer that trains keeps what it has.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -31,10 +32,12 @@ def reached(values: Iterable[Any], depth: int = 3) -> Iterator[nn.Module | nn.Pa
 @contextmanager
 def built_aside(spec: Any) -> Iterator[None]:
     """Let a specification be built from what it was given; then what this has changed is as it was before."""
-    as_given = _CHANGED.get(spec) if _takes_arguments(spec) else None
-    if as_given is not None:
-        present = _State(as_given.objects, with_values=True)
-        as_given.put_back()
+    if not _takes_arguments(spec):
+        yield
+        return
+    if spec in _CHANGED:
+        present = _State(_CHANGED[spec].objects, with_values=True)
+        _CHANGED[spec].put_back()
         try:
             yield
         finally:
@@ -44,9 +47,8 @@ def built_aside(spec: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        if changed := before.that_differ():
-            _CHANGED[spec] = changed
-            changed.put_back()
+        _CHANGED[spec] = before.that_differ()
+        _CHANGED[spec].put_back()
 
 
 def put_back_as_given(spec: Any) -> None:
@@ -62,7 +64,7 @@ def _takes_arguments(spec: Any) -> bool:
 def _given_to(spec: Any) -> list[nn.Module | torch.Tensor]:
     """The modules and tensors that a specification can change."""
     found: dict[int, nn.Module | torch.Tensor] = {}
-    for each in reached([spec.module_args, spec.module_kwargs]) if _takes_arguments(spec) else ():
+    for each in reached([spec.module_args, spec.module_kwargs]):
         found[id(each)] = each
         if isinstance(each, nn.Module):
             for held in (each.modules(), each.parameters(), each.buffers()):
@@ -80,11 +82,11 @@ class _State:
     def objects(self) -> list[nn.Module | torch.Tensor]:
         return [state.of for state in self._states]
 
-    def that_differ(self) -> _State | None:
-        """The state of those that are another now; None where all are as they were."""
+    def that_differ(self) -> _State:
+        """The state of those that are others now."""
         differing = _State(())
         differing._states = [state for state in self._states if state.differs()]
-        return differing if differing._states else None
+        return differing
 
     def put_back(self) -> None:
         for state in self._states:
@@ -97,9 +99,11 @@ class _ObjectState:
     def __init__(self, of: nn.Module | torch.Tensor, with_values: bool) -> None:
         self.of = of
         # torch keeps what a module registers in tables, and handles of hooks know the tables: those stay.
-        self._attributes = {
-            name: (value, dict(value) if name.startswith("_") and isinstance(value, dict) else None)
-            for name, value in vars(of).items()
+        self._attributes = dict(vars(of))
+        self._tables = {
+            name: dict(value) if value else _EMPTY
+            for name, value in self._attributes.items()
+            if isinstance(value, dict) and name[0] == "_"
         }
         self._tensor = _TensorState(of, with_values) if isinstance(of, torch.Tensor) else None
 
@@ -107,19 +111,14 @@ class _ObjectState:
         present = vars(self.of)
         if self._tensor is not None and self._tensor.differs():
             return True
-        return present.keys() != self._attributes.keys() or any(
-            present[name] is not value or (table is not None and not _are_same(value, table))
-            for name, (value, table) in self._attributes.items()
-        )
+        if not _are_same(present, self._attributes):
+            return True
+        return any(not _are_same(present[name], table) for name, table in self._tables.items())
 
     def put_back(self) -> None:
-        present = vars(self.of)
-        present.clear()
-        for name, (value, table) in self._attributes.items():
-            if table is not None:
-                value.clear()
-                value.update(table)
-            present[name] = value
+        _fill(vars(self.of), self._attributes)
+        for name, table in self._tables.items():
+            _fill(self._attributes[name], table)
         if self._tensor is not None:
             self._tensor.put_back()
 
@@ -155,9 +154,17 @@ def _version(tensor: torch.Tensor) -> int:
 
 def _are_same(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
     """Whether two tables have the same objects, in one order."""
-    return len(one) == len(other) and all(
-        key is there or key == there for key, there in zip(one, other, strict=True)
-    ) and all(one[key] is other[key] for key in one)  # fmt: skip
+    if len(one) != len(other):
+        return False
+    return not one or (list(one) == list(other) and all(map(operator.is_, one.values(), other.values())))
+
+
+def _fill(table: dict[Any, Any], content: Mapping[Any, Any]) -> None:
+    table.clear()
+    table.update(content)
+
+
+_EMPTY: Mapping[Any, Any] = {}
 
 
 _CHANGED: WeakKeyDictionary[Any, _State] = WeakKeyDictionary()
