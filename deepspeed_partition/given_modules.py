@@ -47,8 +47,10 @@ def built_aside(spec: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        _CHANGED[spec] = before.that_differ()
-        _CHANGED[spec].put_back()
+        changed = before.that_differ()
+        changed.put_back()
+        changed.forget_data()
+        _CHANGED[spec] = changed
 
 
 def put_back_as_given(spec: Any) -> None:
@@ -92,6 +94,11 @@ class _State:
         for state in self._states:
             state.put_back()
 
+    def forget_data(self) -> None:
+        """Leave the data of tensors where it will be: an engine casts them, and its hooks know them so."""
+        for state in self._states:
+            state.tensor = None
+
 
 class _ObjectState:
     """Attributes of a module, or those of a tensor, where its data is and, if asked for, its numbers."""
@@ -103,13 +110,13 @@ class _ObjectState:
         self._tables = {
             name: dict(value) if value else _EMPTY
             for name, value in self._attributes.items()
-            if isinstance(value, dict) and name[0] == "_"
+            if isinstance(value, dict) and name.startswith("_")
         }
-        self._tensor = _TensorState(of, with_values) if isinstance(of, torch.Tensor) else None
+        self.tensor = _TensorState(of, with_values) if isinstance(of, torch.Tensor) else None
 
     def differs(self) -> bool:
         present = vars(self.of)
-        if self._tensor is not None and self._tensor.differs():
+        if self.tensor is not None and self.tensor.differs():
             return True
         if not _are_same(present, self._attributes):
             return True
@@ -119,8 +126,8 @@ class _ObjectState:
         _fill(vars(self.of), self._attributes)
         for name, table in self._tables.items():
             _fill(self._attributes[name], table)
-        if self._tensor is not None:
-            self._tensor.put_back()
+        if self.tensor is not None:
+            self.tensor.put_back()
 
 
 class _TensorState:

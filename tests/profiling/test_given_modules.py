@@ -18,7 +18,7 @@ class Loading(nn.Module):
         self.part = whole.part
         del self.part.weight.name_in_the_file
         self.part.weight = nn.Parameter(torch.full((2, 2), rate))
-        self.part.bias.data = torch.ones(2)
+        self.part.bias.data = torch.ones_like(self.part.bias)
         self.part.register_buffer("scale", torch.tensor(rate))
         self.part.num_built = getattr(self.part, "num_built", 0) + 1
 
@@ -53,12 +53,19 @@ def test_a_layer_that_trains_keeps_what_it_has(whole: nn.Module) -> None:
     with torch.no_grad():
         for each in (weight, bias):
             each.fill_(7)
+    bias.data = bias.data.bfloat16()
+    gradients = []
+    accumulator = bias.expand_as(bias).grad_fn.next_functions[0][0]
+    accumulator.register_hook(lambda *_: gradients.append(1))
     hook = layer.part.register_forward_pre_hook(lambda *_: None)
     with built_aside(spec):
         assert spec.build().part.weight is not weight
         assert not layer.part._forward_pre_hooks, "it is built of what it was given"
     assert layer.part.weight is weight and layer.part.bias is bias
     assert weight.eq(7).all() and bias.eq(7).all() and layer.part.num_built == 1
+    assert bias.dtype == torch.bfloat16
+    bias.sum().backward()
+    assert gradients == [1], "hooks of an engine on the gradients are there"
     assert len(layer.part._forward_pre_hooks) == 1
     hook.remove()
     assert not layer.part._forward_pre_hooks, "the handle knows its table"
