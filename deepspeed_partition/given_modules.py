@@ -17,6 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from deepspeed_partition.tensor_values import version_of
+
 
 def reached(values: Iterable[Any], depth: int = 3) -> Iterator[nn.Module | nn.Parameter]:
     """The modules and parameters among values, and in lists and dicts of them."""
@@ -132,11 +134,11 @@ class _ObjectState:
 
 class _TensorState:
     def __init__(self, of: torch.Tensor, with_values: bool) -> None:
-        self._of, self._data, self._version = of, of.data, _version(of)
+        self._of, self._data, self._version = of, of.data, version_of(of)
         self._values = of.data.clone() if with_values else None
 
     def differs(self) -> bool:
-        return self._is_elsewhere() or _version(self._of) != self._version
+        return self._is_elsewhere() or version_of(self._of) != self._version
 
     def put_back(self) -> None:
         if self._is_elsewhere():
@@ -153,10 +155,6 @@ def _lies_as(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.device.type == "meta" or one.layout != torch.strided:
         return one.device == other.device
     return one.shape == other.shape and one.dtype == other.dtype and one.data_ptr() == other.data_ptr()
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _are_same(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
