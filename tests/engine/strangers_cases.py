@@ -579,6 +579,27 @@ class Hiding(nn.Module):
         return self.inner[0](self.linear(x))
 
 
+class TakesItsBlock(nn.Module):
+    """Holds one block of a network, and where torch does not look the network for its options."""
+
+    def __init__(self, net: nn.Module, place: int) -> None:
+        super().__init__()
+        self.block, self.net = net[place], [net]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x)
+
+
+def a_network_that_each_layer_hides(_: Path) -> None:
+    """Nothing is shared: each layer runs a block of its own."""
+    net = nn.ModuleList(Statistics() for _ in range(3))
+    layers = [seeded(nn.Linear, 8, WIDTH), *(TakesItsBlock(net, place) for place in range(3))]
+    with said_here() as said:
+        engine, _, _ = start([*layers, seeded(nn.Linear, WIDTH, 4)], [0, 2, 5], optimizer=adam)
+        train(engine, batches(1))
+    assert not [line for lines in gather_objects(said) for line in lines if " share one " in line]
+
+
 def hidden_buffers_that_layers_share(_: Path) -> None:
     """Of a module in a list nothing was said, also where layers that share it had come to several ranks."""
     inner = Statistics()
@@ -2590,5 +2611,5 @@ CASES = [
     the_loss_that_an_engine_keeps,
     a_loss_that_is_a_module_in_a_warm_up, what_a_module_asks_its_loss_in_a_step,
     a_loss_with_weights_goes_with_the_last_layer, a_loss_that_is_a_function_with_weights_is_refused,
-    hidden_buffers_that_layers_share,
+    hidden_buffers_that_layers_share, a_network_that_each_layer_hides,
 ]  # fmt: skip

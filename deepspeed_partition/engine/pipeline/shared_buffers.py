@@ -40,21 +40,30 @@ class SharedBuffers:
         parts: dict[int, nn.Module] = {}
 
         def note(modules: Iterable[nn.Module], layers: Iterable[int]) -> None:
-            for module in modules:
-                for part in module.modules():
-                    if part._buffers:
-                        parts[id(part)] = part
-                        places.setdefault(id(part), set()).update(layers)
+            note_parts((part for module in modules for part in module.modules()), layers)
+
+        def note_parts(found: Iterable[nn.Module], layers: Iterable[int]) -> None:
+            for part in found:
+                if part._buffers:
+                    parts[id(part)] = part
+                    places.setdefault(id(part), set()).update(layers)
 
         layers = [
             [*modules_of(original_of(built.get(place))), *modules_before_building(spec)]
             for place, spec in enumerate(specs)
         ]
-        own = WeakIdKeyDictionary({part: None for each in layers for module in each for part in module.modules()})
+        roots = WeakIdKeyDictionary({module: None for each in layers for module in each})
+        own = WeakIdKeyDictionary({part: None for module in roots for part in module.modules()})
+        # Where torch does not look: in a list, a dict or an object, which may hold a whole model with the layers.
+        hidden = WeakIdKeyDictionary(
+            {
+                module: [each for each in hidden_modules(module, apart=own).values() if each not in own]
+                for module in roots
+            }
+        )
         for place, modules in enumerate(layers):
             note(modules, [place])
-            for module in modules:  # where torch does not look: in a list, a dict or an object
-                note(hidden_modules(module, apart=own).values(), [place])
+            note_parts((part for module in modules for part in hidden[module]), [place])
         for form in forms_of(specs):
             note((m for place in form.layers for m in modules_of(original_of(built.get(place)))), form.layers)
         owners = {id(part): min(places[id(part)]) for part in parts.values()}
