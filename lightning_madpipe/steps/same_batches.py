@@ -25,11 +25,12 @@ BATCH_END_HOOKS = {
 """The hook that is given what the step returned."""
 OTHER_ON_RANKS = (
     "the ranks of a pipeline read different {} in {}: forward() gets those of the first stage, the rest of the "
-    "step those of the last, and hooks those of their own rank. Where something belongs to them, as its mask to "
-    "an image or the names of classes to their numbers, another model is trained, or used wrongly: sort what "
-    "numbers are made of (a set has another order in each process), draw from Python's, NumPy's or torch's common "
-    "generators, or seed your own alike on all ranks"
+    "step those of the last, and hooks those of their own rank. For inputs alone that are augmented it is right. "
+    "Where something belongs to them, as its mask to an image or the names of classes to their numbers, another "
+    "model is trained, or used wrongly: sort what numbers are made of (a set has another order in each process), "
+    "draw from Python's, NumPy's or torch's common generators, or seed your own alike on all ranks"
 )
+"""What is told where some tensors of a batch differ, and others do not: its first names, and the step."""
 AGREE_EVERY = 128
 """The number of batches after which ranks compare again what they read."""
 
