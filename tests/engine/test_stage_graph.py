@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from deepspeed_partition.engine.runtime.autograd_boundary import Arrived, Departed  # noqa: E402
+from deepspeed_partition.engine.runtime.autograd_boundary import Arrived, Departed, detached  # noqa: E402
 from deepspeed_partition.engine.runtime.shared_outputs import shared_places  # noqa: E402
 from deepspeed_partition.engine.runtime.transfers import HEADER_SIZE, Shapes  # noqa: E402
 
@@ -167,3 +167,14 @@ def test_tensors_that_share_elements():
     assert shared_places((other, left, right, whole)) == (1, 3)
     assert shared_places((left, whole[:, 3:5])) == (0, 1)
     assert shared_places((whole.t(), other, whole[1])) == (0, 2)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_what_a_layer_keeps_of_training_and_writes_in_evaluation_is_copied(several):
+    """It has a graph still: the next micro-batch's forward wrote it before it had left."""
+    kept = torch.ones(3, requires_grad=True) * 2
+    with torch.no_grad():
+        left = detached((kept, kept) if several else kept)
+        kept.mul_(2)
+    assert all(tensor.tolist() == [2.0] * 3 for tensor in (left if several else (left,)))
+    assert detached(kept).data_ptr() == kept.data_ptr(), "of training nothing is copied"

@@ -92,15 +92,20 @@ def each_once(boundary: Boundary) -> Sequence[torch.Tensor]:
 def detached(boundary: Boundary) -> Boundary:
     """The tensors of a boundary without their graph; one that stands at two places is one again.
 
-    Of one that has no graph a copy: a layer may keep it, as a buffer or a part of one, and write it again in its
-    next forward, before the tensor has left or the next stage has read it.
+    Of one that has no graph, or one of a run that makes none, a copy: a layer may keep it, as a buffer or a part
+    of one, and write it again in its next forward, before the tensor has left or the next stage has read it.
     """
     if isinstance(boundary, torch.Tensor):
-        return boundary.detach().clone() if boundary.is_leaf else boundary.detach()
+        return _detached(boundary)
     if not has_twice(boundary):
-        return tuple([tensor.detach().clone() if tensor.is_leaf else tensor.detach() for tensor in boundary])
-    without = {id(tensor): tensor.detach().clone() if tensor.is_leaf else tensor.detach() for tensor in boundary}
+        return tuple([_detached(tensor) for tensor in boundary])
+    without = {id(tensor): _detached(tensor) for tensor in boundary}
     return tuple([without[id(tensor)] for tensor in boundary])
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    alone = tensor.detach()
+    return alone.clone() if tensor.is_leaf or not torch.is_grad_enabled() else alone
 
 
 def has_few_bytes(boundary: Boundary) -> bool:
