@@ -6,8 +6,10 @@ that their code reads of an attribute is in the layers what it was when that cod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -26,9 +28,10 @@ from deepspeed_partition.module_hooks import MODULE_HOOKS
 _LIBRARIES = frozenset((*LIBRARIES, "accelerate", "diffusers", "peft", "torchmetrics", "transformers"))
 """Whose hooks are part of what is written down, or of a host."""
 
-
 _MOST_MEMBERS = 100
-"""Members of a dict up to which each is looked at before each run of a layer."""
+"""Members of a list or a dict up to which each is looked at before each run of a layer."""
+_MOST_COMPARED = 1000
+"""Members of a longer one by which it is seen to have changed."""
 _PLAIN = frozenset((bool, int, float, complex, str, type(None)))
 _KEY = "read by captured code"
 CHANGES = (
@@ -40,6 +43,11 @@ _MOST_ALIKE = 3
 NOT_COMPARED = (
     "{} has changed {} times, and the code that reads {} ran the same calls each time: layers do not follow its "
     "changes any more; give it to the model as a tensor where the code comes to do something else by it"
+)
+TOO_LONG = (
+    "{} has changed, and has {} members: layers follow changes of lists and dicts of up to {}, so they go on with "
+    "what it was when the code that reads {} was written down; give it to the model as a tensor where that code "
+    "comes to do something else by it"
 )
 UNCALLED = "which no layer calls"
 UNFILLED = (
@@ -107,22 +115,36 @@ class OutsideLayers:
         self.tell(_KEY, CHANGES.format(first.compared, first.reader))
         return first.now_in_words
 
+    def values(self) -> dict[str, Any]:
+        """What code reads now, by what it is called."""
+        return {read.written: read.now for read in self._read}
+
+    def set_since(self, values: Mapping[str, Any]) -> list[str]:
+        """What code reads that is not what it was when :meth:`values` were taken."""
+        now = self.values()
+        return [name for name in now.keys() & values.keys() if not _is_same(now[name], values[name])]
+
     def runs_other_calls(self) -> None:
         """Take that the last change has changed what was recorded, or that this is not known."""
         self._num_alike |= dict.fromkeys(self._last, 0)
 
     def _followed(self, changed: Sequence[_Read]) -> list[_Read]:
-        """What has changed, but for lists whose last changes did nothing, such as one that each step fills."""
-        idle = {
-            read.written: read
-            for read in changed
-            if read.container is not None and self._num_alike.get(read.written, 0) >= _MOST_ALIKE
-        }
-        for read in idle.values():
-            self.tell(f"{_KEY}: {read.written}", NOT_COMPARED.format(read.written, _MOST_ALIKE, read.reader))
-        if idle:
-            self._read = [read for read in self._read if read.written not in idle]
-        return [read for read in changed if read.written not in idle]
+        """What has changed, but for what is too long, and lists whose last changes did nothing.
+
+        Such a one is a list that each step fills.
+        """
+        left_alone: dict[str, str] = {}
+        for read in changed:
+            name = read.written
+            if isinstance(read.now, _Long):
+                left_alone[name] = TOO_LONG.format(name, read.now.length, _MOST_MEMBERS, read.reader)
+            elif read.container is not None and self._num_alike.get(name, 0) >= _MOST_ALIKE:
+                left_alone[name] = NOT_COMPARED.format(name, _MOST_ALIKE, read.reader)
+        for name, sentence in left_alone.items():
+            self.tell(f"{_KEY}: {name}", sentence)
+        if left_alone:
+            self._read = [read for read in self._read if read.written not in left_alone]
+        return [read for read in changed if read.written not in left_alone]
 
 
 def refuse_hooks(
@@ -200,8 +222,8 @@ class _Read(NamedTuple):
 
     @property
     def container(self) -> int | None:
-        """The list that it is, by its address; None of what is none."""
-        return id(self.table[self.key]) if type(self.table.get(self.key)) is list else None
+        """The list or dict that it is, by its address; None of what is none."""
+        return id(self.table[self.key]) if type(self.table.get(self.key)) in (list, dict) else None
 
     @property
     def is_changed(self) -> bool:
@@ -254,11 +276,13 @@ def _values_of(
 ) -> Iterator[_Read]:
     """What a value stands for, or its members."""
     value = table.get(key)
-    taken = _taken(value)
+    keys = reads.keys_of(key) if isinstance(value, dict) else None
+    taken = _taken(value) if keys is None else _NOT_TAKEN
+    if isinstance(taken, _Long) and not all(map(_is_member, _members_of(value))):
+        return
     if taken is not _NOT_TAKEN:
         yield _Read(table, key, written, written, taken)
-    elif depth and isinstance(value, dict) and len(value) <= _MOST_MEMBERS:
-        keys = reads.keys_of(key)
+    elif depth and isinstance(value, dict):
         for member in list(value) if keys is None else [member for member in keys if member in value]:
             if isinstance(member, str):
                 for read in _values_of(value, member, f"{written}[{member!r}]", reads, depth - 1):
@@ -272,12 +296,27 @@ _NOT_TAKEN = object()
 """What stands for what is not looked at."""
 
 
+class _Long(NamedTuple):
+    """A list or a dict of more members than layers follow."""
+
+    length: int
+    some: tuple[Any, ...]
+    """Members by which a change is seen."""
+
+
 def _taken(value: Any) -> Any:
     """What is compared of a value."""
     if _is_plain(value) or isinstance(value, torch.Tensor):
         return value
-    is_list = type(value) in (list, tuple) and len(value) <= _MOST_MEMBERS
+    is_list = type(value) in (list, tuple)
+    if (is_list or isinstance(value, dict)) and len(value) > _MOST_MEMBERS:
+        step = 1 + len(value) // _MOST_COMPARED
+        return _Long(len(value), tuple(islice(_members_of(value), 0, None, step)))
     return (type(value), *value) if is_list and all(map(_is_member, value)) else _NOT_TAKEN
+
+
+def _members_of(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
 
 
 def _is_member(value: Any) -> bool:
@@ -289,6 +328,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_same(now: Any, was: Any) -> bool:
+    if isinstance(now, _Long) and isinstance(was, _Long):
+        with suppress(RuntimeError, ValueError):  # of other tensors, which have no one answer
+            return now == was
+        return False
     if type(now) is tuple and type(was) is tuple:
         return len(now) == len(was) and all(map(_is_same, now, was))
     return now is was or (type(now) in _PLAIN and type(was) in _PLAIN and bool(now == was))

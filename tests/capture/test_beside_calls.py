@@ -818,6 +818,43 @@ def test_a_list_that_is_filled_for_nothing_is_not_followed_for_ever():
         torch.testing.assert_close(run_in_order(layers, x), model(x))
 
 
+class ReadsLong(Keeper):
+    """Reads a list, and a table of which it may read any entry."""
+
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.factors[-1] if len(self.factors) > 1 else x
+        return x * sum(self.table.values()) if len(self.table) > 50 else x
+
+
+@pytest.mark.parametrize(
+    "name, length", [("factors", 50), ("factors", 150), ("factors", 15_000), ("table", 150), ("table", 15_000)]
+)
+def test_a_change_of_a_list_that_is_too_long_to_be_followed_is_told(name, length):
+    """A list that grew past 100 members was said to be followed, and was not; of longer ones nothing was said."""
+    model, told = ReadsLong(), list[str]()
+    table: Any = getattr(model, name)
+
+    def fill(length: int, value: float) -> None:
+        if name == "table":
+            table.update({str(len(table) + place): value for place in range(length)})
+        else:
+            table.extend([value] * length)
+
+    fill(length, 1.0)
+    layers, x = layers_as_they_are(model, (torch.randn(3, 8),), {}), torch.randn(3, 8)
+    layers.recipe.outside.tell = lambda _, line: told.append(line)
+    before = run_in_order(layers, x)
+    torch.testing.assert_close(before, model(x))
+    assert not told
+    fill(70, 0.5)
+    torch.testing.assert_close(run_in_order(layers, x), before)
+    [line] = told
+    assert line.startswith(f"self.{name} has changed, and has {len(table)} members: layers follow changes of")
+    table.clear()
+    run_in_order(layers, x)
+    assert told == [line]
+
+
 class FillsShared(nn.Module):
     """Fills a list in its own code that it asks for its length by another name."""
 
