@@ -25,7 +25,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
-from deepspeed_partition import Plan
+from deepspeed_partition import Plan, layers_of
 from deepspeed_partition.engine.runtime import environment
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.planned_peak import PlannedPeak
@@ -895,6 +895,46 @@ def what_asynchronous_training_refuses(_: Path) -> None:
     assert all(gather_objects(True))
 
 
+class ScaledBlocks(nn.Module):
+    """Multiplies what its blocks return by a number that a program changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.scale = nn.ModuleList(nn.Linear(8, 8) for _ in range(8)), 1.0
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x) * self.scale
+        return self.head(x)
+
+
+def a_number_that_captured_code_reads(_: Path) -> None:
+    """Ranks trained layers of different models, and that was not said; it is where the pipeline comes to rest.
+
+    Nor was it that forwards which had run ahead have the number that was there before.
+    """
+    data = batches(6)
+    torch.manual_seed(0)
+    net, lines = ScaledBlocks(), list[str]()
+    layers = layers_of(net, data[0][0][0])
+    plan = plan_for((0, 1), [0, len(layers) // 2, len(layers)], "stashing")
+    engine = begin(plan, OPTIMIZERS["sgd"], specs=layers, seed_layers=False)
+    items = mine(engine, data)
+    with patch.object(environment, "log_here", lambda line, *_: lines.append(line)):
+        for scale in (1.0, 0.5, 0.25):  # alike on all ranks, of which some run nothing with the last one
+            call(engine, items)
+            net.scale = scale
+        engine.come_to_rest()
+    assert any(gather_objects("self.scale of ScaledBlocks was set between two calls" in "".join(lines)))
+    net.scale = 1.0 + engine.global_rank
+    call(engine, items)
+    with raised(RuntimeError, "self.scale is 2.0 on rank 1 and 1.0 on rank 0", "set it alike on all ranks"):
+        engine.come_to_rest()
+    with raised(RuntimeError, "self.scale is 2.0 on rank 1", "cannot go on; start again from a checkpoint"):
+        call(engine, items)
+
+
 CASES = {
     2: [
         delayed_updates_equal_one_process,
@@ -916,6 +956,7 @@ CASES = {
         errors_in_a_layer_end_all_ranks,
         data_that_ends_or_fails,
         what_asynchronous_training_refuses,
+        a_number_that_captured_code_reads,
     ],
     3: [],
     4: [

@@ -16,6 +16,7 @@ from deepspeed_partition.dropped_writing import writing_noted
 from deepspeed_partition.engine.pipeline.batch_attempt import Batch, Failure
 from deepspeed_partition.engine.pipeline.before_step import SMALL_BYTES, Buffers
 from deepspeed_partition.engine.pipeline.beside_layers import name_of
+from deepspeed_partition.engine.pipeline.unlike_recordings import set_since, values_read
 from deepspeed_partition.engine.runtime.environment import warn_here, warn_once
 from deepspeed_partition.generators import common_states, is_tracked, set_common_state
 from deepspeed_partition.kept_values import said_of
@@ -132,6 +133,8 @@ class StateOfStages:
         }
         self._buffers: dict[int, list[Buffers]] = {}
         self._left: dict[int, list[dict[Place, tuple[str, Any]]]] = {}
+        self._read: dict[int, dict[str, Any]] = {}
+        """What captured code reads, when the program got on."""
         self._set: set[Place] = set()
         """What the program has set between two calls: it stays."""
         for stage, each in layers.items():
@@ -154,6 +157,7 @@ class StateOfStages:
         """Note what layers hold when the program gets on."""
         if self._num_kept:
             self._left = {stage: [held.state.look() for held in layers] for stage, layers in self._layers.items()}
+            self._read = values_read()
 
     def come_back(self) -> None:
         """Say what the program has set since, which holds for a part of the next batch alone."""
@@ -166,7 +170,10 @@ class StateOfStages:
                     names = sorted({(now.get(place) or left[place])[0] for place in places})
                     words = {"names": ", ".join(names[:3]), "owner": held.in_words, "mode": self._mode}
                     warn_once(f"set between/{held.number}/{names[0]}", SET_BETWEEN.format(**words))
-        self._left = {}
+        for model, names in set_since(self._read).items():
+            words = {"names": ", ".join(names[:3]), "owner": model, "mode": self._mode}
+            warn_once(f"set between/{model}/{names[0]}", SET_BETWEEN.format(**words))
+        self._left, self._read = {}, {}
 
     def put_back(self, batch: int) -> None:
         """Let the forwards of a batch, and of those behind it, not have been."""

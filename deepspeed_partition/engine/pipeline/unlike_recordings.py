@@ -3,14 +3,16 @@
 Each rank records the code again where a number that it reads has changed there. If ranks count otherwise, as
 where a hook on one of them counts, their layers would be of different models. So ranks compare what they have
 recorded at the end of a batch in which something has changed on some rank, and of the first one. In a pipeline
-that never drains they do not: its batches have no end of their own.
+that never drains, batches have no end of their own: there they compare where it comes to rest.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
 
-from deepspeed_partition.capture.draws import digest_of
 from deepspeed_partition.capture.model_layers import Recipe
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.first_failure import raised_by_all
@@ -34,11 +36,12 @@ def has_changed() -> bool:
     return any(_changes(recipe) for recipe in _recipes().values())
 
 
-def refuse_unlike_recordings(pipeline: int) -> None:
+def refuse_unlike_recordings(pipeline: int, *, at_rest: bool = False) -> None:
     """Compare with the other ranks of a pipeline what they have recorded. Collective.
 
     Args:
         pipeline: The number of this rank's.
+        at_rest: Whether something may have changed that some ranks have run nothing with yet.
 
     Raises:
         RuntimeError: some ranks of a pipeline have recorded other calls, on all ranks.
@@ -46,8 +49,10 @@ def refuse_unlike_recordings(pipeline: int) -> None:
     mine = {}
     for place, recipe in _recipes().items():
         if recipe.outside is not None and recipe.recorded:
-            digests = {repr(state): digest_of(each.root) for state, each in recipe.recorded.items()}
-            mine[place] = digests, recipe.outside.changed
+            if at_rest:
+                with suppress(Exception):  # which the layers' next run raises
+                    recipe.record_changes()
+            mine[place] = recipe.digests(), recipe.outside.changed
             recipe.outside.changed = {}
     all_ranks = gather_objects((pipeline, mine))
     for rank, (number, own) in enumerate(all_ranks):
@@ -56,6 +61,21 @@ def refuse_unlike_recordings(pipeline: int) -> None:
                 (one, changes), (two, their_changes) = own[place], theirs[place]
                 if any(one[state] != two[state] for state in one.keys() & two.keys()):
                     raise raised_by_all(RuntimeError(_in_words(rank, changes, other, their_changes)))
+
+
+def values_read() -> dict[int, dict[str, Any]]:
+    """What captured code reads now, for each model by its place."""
+    return {place: each.outside.values() for place, each in _recipes().items() if each.outside is not None}
+
+
+def set_since(values: Mapping[int, Mapping[str, Any]]) -> dict[str, list[str]]:
+    """What captured code reads that is not what it was when :func:`values_read` was asked, by class of model."""
+    found = {}
+    for place, recipe in _recipes().items():
+        names = recipe.outside.set_since(values.get(place, {})) if recipe.outside is not None else []
+        if names:
+            found[type(recipe.captured.model).__name__] = sorted(names)
+    return found
 
 
 def _recipes() -> dict[int, Recipe]:
