@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -71,12 +71,11 @@ class OutsideLayers:
         self._recorded = self._computing()
         # What a run sets itself before it reads it may be anything beforehand.
         recording = captured.graph.recording
-        sets = {f"{written_name(*each)}" for each in recording.sets} | {each.written for each in recording.left}
-        filled = {id(each.table) for each in recording.left}  # which may have several names
-        every = [read for name, part in self._opened.items() for read in _read_by(name, part)]
-        self._read = [
-            read for read in every if sets.isdisjoint((read.written, read.reader)) and read.container not in filled
-        ]
+        self._set = {written_name(*each) for each in recording.sets} | {each.written for each in recording.left}
+        self._filled = {id(each.table) for each in recording.left}  # which may have several names
+        self._left_alone: set[str] = set()
+        """What is not compared any more."""
+        self._read = self._looked()
         self._last: list[str] = []
         """What has changed last."""
         self._num_alike: dict[str, int] = {}
@@ -85,6 +84,17 @@ class OutsideLayers:
         """What was read, or has changed since, and was not yet compared with other ranks, in words."""
         self.tell: Callable[[str, str], object] = lambda key, sentence: None
         """Is given what a user should be told once, and what that is known by."""
+
+    def _looked(self) -> list[_Read]:
+        """What code reads, as it is now."""
+        every = chain.from_iterable(_read_by(*each) for each in self._opened.items())
+        return [
+            read
+            for read in every
+            if self._set.isdisjoint((read.written, read.reader))
+            and read.container not in self._filled
+            and read.written not in self._left_alone
+        ]
 
     def verify(self) -> None:
         """Refuse hooks that no layer calls.
@@ -109,7 +119,7 @@ class OutsideLayers:
             return ""
         self._last = [read.written for read in changed]
         self._num_alike |= {name: self._num_alike.get(name, 0) + 1 for name in self._last}
-        self._read = [read._replace(value=read.now) for read in self._read]
+        self._read = self._looked()
         self.changed |= {read.written: read._replace(value=read.now).in_words for read in changed}
         first = changed[0]
         self.tell(_KEY, CHANGES.format(first.compared, first.reader))
@@ -143,6 +153,7 @@ class OutsideLayers:
         for name, sentence in left_alone.items():
             self.tell(f"{_KEY}: {name}", sentence)
         if left_alone:
+            self._left_alone.update(left_alone)
             self._read = [read for read in self._read if read.written not in left_alone]
         return [read for read in changed if read.written not in left_alone]
 
@@ -282,12 +293,12 @@ def _values_of(
         return
     if taken is not _NOT_TAKEN:
         yield _Read(table, key, written, written, taken)
-    elif depth and isinstance(value, dict):
+    if depth and isinstance(value, dict) and not isinstance(taken, _Long):
         for member in list(value) if keys is None else [member for member in keys if member in value]:
             if isinstance(member, str):
                 for read in _values_of(value, member, f"{written}[{member!r}]", reads, depth - 1):
                     yield read if keys is not None else read._replace(reader=written)
-    elif depth and (members := members_of(value)) is not None:
+    elif depth and taken is _NOT_TAKEN and (members := members_of(value)) is not None:
         names = {name for name in members if reads.has_attribute(name)}
         yield from _plain_values(members, names, written, reads, depth - 1)
 
@@ -312,7 +323,9 @@ def _taken(value: Any) -> Any:
     if (is_list or isinstance(value, dict)) and len(value) > _MOST_MEMBERS:
         step = 1 + len(value) // _MOST_COMPARED
         return _Long(len(value), tuple(islice(_members_of(value), 0, None, step)))
-    return (type(value), *value) if is_list and all(map(_is_member, value)) else _NOT_TAKEN
+    # Of a dict the keys: what is behind each is compared by itself.
+    is_taken = all(map(_is_member, value)) if is_list or type(value) is dict else False
+    return (type(value), *value) if is_taken else _NOT_TAKEN
 
 
 def _members_of(value: Any) -> Iterable[Any]:

@@ -891,6 +891,18 @@ def test_of_a_dict_that_code_reads_as_a_whole_that_is_told():
     assert "when the code that reads self.table was written down" in told[0]
 
 
+def test_entries_of_a_dict_that_code_reads_may_come_and_go():
+    """Layers knew the entries that were there when they were made, and others changed nothing, in silence."""
+    model = Sums()
+    layers, x = layers_as_they_are(model, (torch.randn(3, 8),), {}), torch.randn(3, 8)
+    for value in (2.0, 3.0, None, 4.0):
+        if value is None:
+            del model.table["new"]
+        else:
+            model.table["new"] = value
+        torch.testing.assert_close(run_in_order(layers, x), model(x))
+
+
 def doubling() -> Any:
     """Another class in each call, as in each process: of the same name, at another address."""
 
