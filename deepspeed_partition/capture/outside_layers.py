@@ -6,8 +6,8 @@ that their code reads of an attribute is in the layers what it was when that cod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -30,8 +30,9 @@ _LIBRARIES = frozenset((*LIBRARIES, "accelerate", "diffusers", "peft", "torchmet
 
 _MOST_MEMBERS = 100
 """Members of a list or a dict up to which each is looked at before each run of a layer."""
-_MOST_COMPARED = 1000
-"""Members of a longer one by which it is seen to have changed."""
+_MOST_COMPARED = 64
+"""Members of a list or a dict of more than ``_MOST_MEMBERS`` that are looked at to see whether it has changed."""
+_DICTS = (dict, OrderedDict, defaultdict)
 _PLAIN = frozenset((bool, int, float, complex, str, type(None)))
 _KEY = "read by captured code"
 CHANGES = (
@@ -39,7 +40,8 @@ CHANGES = (
     "takes about as long as making them; a tensor among the model's arguments may change"
 )
 _MOST_ALIKE = 3
-"""Changes of a list in a row without which the same would be recorded: after them it is not compared any more."""
+"""Changes in a row of a list or a dict, or of an entry of a dict of which any may be read, without which the same
+would be recorded: after them it is not compared any more."""
 NOT_COMPARED = (
     "{} has changed {} times, and the code that reads {} ran the same calls each time: layers do not follow its "
     "changes any more; give it to the model as a tensor where the code comes to do something else by it"
@@ -129,6 +131,10 @@ class OutsideLayers:
         """What code reads now, by what it is called."""
         return {read.written: read.now for read in self._read}
 
+    def values_in_words(self) -> dict[str, str]:
+        """What code reads now, by what it is called, for another process."""
+        return {read.written: _in_words(read.now) for read in self._read if read.now is not _NOT_TAKEN}
+
     def set_since(self, values: Mapping[str, Any]) -> list[str]:
         """What code reads that is not what it was when :meth:`values` were taken."""
         now = self.values()
@@ -139,16 +145,13 @@ class OutsideLayers:
         self._num_alike |= dict.fromkeys(self._last, 0)
 
     def _followed(self, changed: Sequence[_Read]) -> list[_Read]:
-        """What has changed, but for what is too long, and lists whose last changes did nothing.
-
-        Such a one is a list that each step fills.
-        """
+        """What has changed, but for what is too long, and what a program sets in each step without an effect."""
         left_alone: dict[str, str] = {}
         for read in changed:
             name = read.written
             if isinstance(read.now, _Long):
                 left_alone[name] = TOO_LONG.format(name, read.now.length, _MOST_MEMBERS, read.reader)
-            elif read.container is not None and self._num_alike.get(name, 0) >= _MOST_ALIKE:
+            elif read.may_be_idle and self._num_alike.get(name, 0) >= _MOST_ALIKE:
                 left_alone[name] = NOT_COMPARED.format(name, _MOST_ALIKE, read.reader)
         for name, sentence in left_alone.items():
             self.tell(f"{_KEY}: {name}", sentence)
@@ -234,7 +237,12 @@ class _Read(NamedTuple):
     @property
     def container(self) -> int | None:
         """The list or dict that it is, by its address; None of what is none."""
-        return id(self.table[self.key]) if type(self.table.get(self.key)) in (list, dict) else None
+        return id(self.table[self.key]) if type(self.table.get(self.key)) in (list, *_DICTS) else None
+
+    @property
+    def may_be_idle(self) -> bool:
+        """Whether code may have no use for it: a list or a dict, or an entry of a dict that is read as a whole."""
+        return self.container is not None or self.reader != self.written
 
     @property
     def is_changed(self) -> bool:
@@ -243,7 +251,7 @@ class _Read(NamedTuple):
     @property
     def in_words(self) -> str:
         """What it was, for another process."""
-        return repr(self.value) if _is_plain(self.value) else type(self.value).__name__
+        return _in_words(self.value)
 
     @property
     def now_in_words(self) -> str:
@@ -289,7 +297,7 @@ def _values_of(
     value = table.get(key)
     keys = reads.keys_of(key) if isinstance(value, dict) else None
     taken = _taken(value) if keys is None else _NOT_TAKEN
-    if isinstance(taken, _Long) and not all(map(_is_member, _members_of(value))):
+    if isinstance(taken, _Long) and not all(map(_is_member, taken.some)):
         return
     if taken is not _NOT_TAKEN:
         yield _Read(table, key, written, written, taken)
@@ -312,7 +320,7 @@ class _Long(NamedTuple):
 
     length: int
     some: tuple[Any, ...]
-    """Members by which a change is seen."""
+    """The members that are looked at to see a change."""
 
 
 def _taken(value: Any) -> Any:
@@ -321,15 +329,19 @@ def _taken(value: Any) -> Any:
         return value
     is_list = type(value) in (list, tuple)
     if (is_list or isinstance(value, dict)) and len(value) > _MOST_MEMBERS:
-        step = 1 + len(value) // _MOST_COMPARED
-        return _Long(len(value), tuple(islice(_members_of(value), 0, None, step)))
+        return _Long(len(value), _some_of(value))  # all members would take too long, before each run of a layer
     # Of a dict the keys: what is behind each is compared by itself.
-    is_taken = all(map(_is_member, value)) if is_list or type(value) is dict else False
+    is_taken = all(map(_is_member, value)) if is_list or type(value) in _DICTS else False
     return (type(value), *value) if is_taken else _NOT_TAKEN
 
 
-def _members_of(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
+def _some_of(value: Any) -> tuple[Any, ...]:
+    """Up to ``_MOST_COMPARED`` members of a list, or of a dict the first and the last ones."""
+    if isinstance(value, dict):
+        values = dict.values(value)  # a class of its own may make them in its ``values()``
+        half = _MOST_COMPARED // 2
+        return (*islice(values, half), *islice(reversed(values), half))
+    return tuple(value[:: 1 + len(value) // _MOST_COMPARED])
 
 
 def _is_member(value: Any) -> bool:
@@ -340,11 +352,18 @@ def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN
 
 
+def _in_words(value: Any) -> str:
+    """What :func:`_taken` has made of a value, for a reader or another process."""
+    if type(value) is tuple:
+        return f"[{', '.join(map(_in_words, value[1:]))}]"
+    if isinstance(value, _Long):
+        return f"of {value.length} members"
+    return repr(value) if _is_plain(value) else type(value).__name__
+
+
 def _is_same(now: Any, was: Any) -> bool:
     if isinstance(now, _Long) and isinstance(was, _Long):
-        with suppress(RuntimeError, ValueError):  # of other tensors, which have no one answer
-            return now == was
-        return False
+        return now.length == was.length and _is_same(now.some, was.some)
     if type(now) is tuple and type(was) is tuple:
         return len(now) == len(was) and all(map(_is_same, now, was))
     return now is was or (type(now) in _PLAIN and type(was) in _PLAIN and bool(now == was))

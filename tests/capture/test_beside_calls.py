@@ -9,6 +9,7 @@ import linecache
 import re
 import sys
 import time
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -827,9 +828,13 @@ class ReadsLong(Keeper):
 
 
 @pytest.mark.parametrize(
-    "name, length", [("factors", 50), ("factors", 150), ("factors", 15_000), ("table", 150), ("table", 15_000)]
-)
-def test_a_change_of_a_list_that_is_too_long_to_be_followed_is_told(name, length):
+    "name, length, more",
+    [
+        ("factors", 50, 70), ("factors", 150, 70), ("factors", 15_000, 70), ("factors", 150, 0),
+        ("factors", 15_000, 0), ("table", 150, 70), ("table", 15_000, 70), ("table", 150, 0), ("table", 15_000, 0),
+    ],
+)  # fmt: skip
+def test_a_change_of_a_list_that_is_too_long_to_be_followed_is_told(name, length, more):
     """A list that grew past 100 members was said to be followed, and was not; of longer ones nothing was said."""
     model, told = ReadsLong(), list[str]()
     table: Any = getattr(model, name)
@@ -846,7 +851,12 @@ def test_a_change_of_a_list_that_is_too_long_to_be_followed_is_told(name, length
     before = run_in_order(layers, x)
     torch.testing.assert_close(before, model(x))
     assert not told
-    fill(70, 0.5)
+    looked_at = layers.recipe.outside.values()[f"self.{name}"]
+    assert length < 100 or len(looked_at.some) <= 64, "there is a look before each run of each layer"
+    if more:
+        fill(more, 0.5)
+    else:
+        table["0" if name == "table" else 0] = 0.5
     torch.testing.assert_close(run_in_order(layers, x), before)
     [line] = told
     assert line.startswith(f"self.{name} has changed, and has {len(table)} members: layers follow changes of")
@@ -901,6 +911,39 @@ def test_entries_of_a_dict_that_code_reads_may_come_and_go():
         else:
             model.table["new"] = value
         torch.testing.assert_close(run_in_order(layers, x), model(x))
+
+
+class ReadsEntry(Keeper):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mode = "warm"
+
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.table.get(self.mode, 1.0)
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, functools.partial(defaultdict, float)])
+@pytest.mark.parametrize("is_new", [False, True])
+def test_entries_that_each_step_sets_for_nothing_are_not_followed_for_ever(kind, is_new):
+    """A loop that counted its steps in a dict, of which code reads another entry, had each step recorded."""
+    model, told, num_recorded = ReadsEntry(), list[str](), 0
+    model.table = kind({"num_runs": 0})
+    layers, x = layers_as_they_are(model, (torch.randn(3, 8),), {}), torch.randn(3, 8)
+    layers.recipe.outside.tell = lambda _, line: told.append(line)
+    run_in_order(layers, x)
+    for step in range(1, 9):
+        programs = layers.recipe.programs
+        model.table[f"step {step}" if is_new else "num_runs"] = step
+        torch.testing.assert_close(run_in_order(layers, x), model(x))
+        num_recorded += layers.recipe.programs is not programs
+    name = "self.table" if is_new else "self.table['num_runs']"
+    assert num_recorded == 3
+    assert [line for line in told if "3 times" in line] == [told[-1]]
+    assert told[-1].startswith(f"{name} has changed 3 times, and the code that reads self.table ran the same")
+    if not is_new:  # what changes the layers is followed all the same
+        for value in range(2, 8):
+            model.table["warm"] = float(value)
+            torch.testing.assert_close(run_in_order(layers, x), model(x))
 
 
 def doubling() -> Any:
