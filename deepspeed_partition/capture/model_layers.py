@@ -297,45 +297,21 @@ class Recipe:
 
     def program(self, number: int, module: nn.Module) -> Program:
         """What a layer runs, in the state in which its modules are."""
-        self._look_at_changes()
+        if self.outside is not None:
+            self.outside.verify()
+            if change := self.outside.changes():
+                self._digests |= {state: digest_of(each.root) for state, each in self.recorded.items()}
+                self._stale, self.programs = (self.programs, change), {}
+                self._recordings, self.recorded = {}, {}
         running = self.running or self
         state = self._state(number, module)
         if state not in running.programs:
-            self._record(running, state)
+            running.programs[state] = self._captured_again(running.captured, *state)
+            self._verify_ends(state)
+            if self.outside is not None and self._digests.get(state) != digest_of(self._recordings[state].root):
+                self.outside.runs_other_calls()
         self.recorded[state] = self._recordings.get(state, self.captured.graph.recording)
         return running.programs[state][number]
-
-    def _record(self, running: Recipe | OtherCall, state: tuple[Any, ...]) -> None:
-        running.programs[state] = self._captured_again(running.captured, *state)
-        self._verify_ends(state)
-        if self.outside is not None and self._digests.get(state) != digest_of(self._recordings[state].root):
-            self.outside.runs_other_calls()
-
-    def _look_at_changes(self) -> None:
-        """Let what was recorded be recorded again where something has changed that code reads."""
-        if self.outside is None:
-            return
-        self.outside.verify()
-        if change := self.outside.changes():
-            self._digests |= {state: digest_of(each.root) for state, each in self.recorded.items()}
-            self._stale, self.programs = (self.programs, change), {}
-            self._recordings, self.recorded = {}, {}
-
-    def digests(self) -> dict[str, str]:
-        """Digests of what the layers have run, for each state."""
-        return {repr(state): digest_of(each.root) for state, each in self.recorded.items()}
-
-    def record_changes(self) -> None:
-        """Record what has changed that code reads, which else the layers' next run does.
-
-        Raises:
-            CaptureError: that cannot be; their next run raises it, too.
-        """
-        states = list(self.recorded)
-        self._look_at_changes()
-        for state in () if self.recorded else states:
-            self._record(self, state)
-            self.recorded[state] = self._recordings[state]
 
     def _verify_ends(self, state: tuple[Any, ...]) -> None:
         """Refuse programs that pass on something else than those before a change of what code reads.

@@ -159,8 +159,13 @@ class StateOfStages:
             self._left = {stage: [held.state.look() for held in layers] for stage, layers in self._layers.items()}
             self._read = values_read()
 
-    def come_back(self) -> None:
-        """Say what the program has set since, which holds for a part of the next batch alone."""
+    def come_back(self, *, rests: bool = False) -> None:
+        """Say what the program has set since, which holds for a part of the next batch alone.
+
+        Args:
+            rests: Whether forwards that ran ahead are forgotten now: layers of captured code then run them again
+                with what was set.
+        """
         for stage, looks in self._left.items():
             for held, left in zip(self._layers[stage], looks, strict=True):
                 now = held.state.look()
@@ -170,7 +175,7 @@ class StateOfStages:
                     names = sorted({(now.get(place) or left[place])[0] for place in places})
                     words = {"names": ", ".join(names[:3]), "owner": held.in_words, "mode": self._mode}
                     warn_once(f"set between/{held.number}/{names[0]}", SET_BETWEEN.format(**words))
-        for model, names in set_since(self._read).items():
+        for model, names in ({} if rests else set_since(self._read)).items():
             words = {"names": ", ".join(names[:3]), "owner": model, "mode": self._mode}
             warn_once(f"set between/{model}/{names[0]}", SET_BETWEEN.format(**words))
         self._left, self._read = {}, {}

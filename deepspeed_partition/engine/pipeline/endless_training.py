@@ -50,11 +50,11 @@ from deepspeed_partition.engine.pipeline.held_weights import (
 )
 from deepspeed_partition.engine.pipeline.meetings import UNLIMITED, Facts, Meeting, Meetings
 from deepspeed_partition.engine.pipeline.parts import all_that_moves, held_modules
-from deepspeed_partition.engine.pipeline.unlike_recordings import has_changed, refuse_unlike_recordings
+from deepspeed_partition.engine.pipeline.unlike_recordings import has_changed, tell_unlike_values
 from deepspeed_partition.engine.runtime.all_come import wait_until_all_come
-from deepspeed_partition.engine.runtime.collectives import any_bits, gather_objects
+from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.environment import announce
-from deepspeed_partition.engine.runtime.first_failure import in_words, is_raised_by_all, raised_by_all
+from deepspeed_partition.engine.runtime.first_failure import in_words
 from deepspeed_partition.engine.runtime.watch import watch
 from deepspeed_partition.planner.weight_versions import TWO_VERSIONS
 from deepspeed_partition.schedule.endless import (
@@ -129,7 +129,7 @@ class EndlessTraining:
         if self._run is None:
             return
         engine = self._engine
-        self._state.come_back()
+        self._state.come_back(rests=True)
         engine._lockstep.begin_batch(engine._transfers.ranks[0])
         with engine._lockstep.ended_by_errors():
             meeting = self._meet(Facts(fails=self._attempt.has_failed, rests=True))
@@ -507,7 +507,8 @@ class EndlessTraining:
         self._run_all(run.rest())
         engine._transfers.finish()
         self._meetings.finish()
-        if any(gather_objects(self._attempt.has_failed)):
+        said = gather_objects((self._attempt.has_failed, has_changed()))
+        if any(fails for fails, _ in said):
             self._raise_failure()
         self._run = None
         for stage, weights in self._weights.items():
@@ -523,24 +524,8 @@ class EndlessTraining:
         engine.total_loss = None
         engine.batch_state.clear()
         engine.let_batch_go()
-        if any(any_bits([has_changed()])):
-            self._compare_recordings()
-
-    def _compare_recordings(self) -> None:
-        """Compare with other ranks what they have recorded of a model's code.
-
-        Raises:
-            RuntimeError: some have recorded other calls, on all ranks, and the engine goes on no more: the weights
-                were trained so.
-        """
-        try:
-            refuse_unlike_recordings(self._engine.grid.data_parallel_id, at_rest=True)
-        except RuntimeError as error:
-            if not is_raised_by_all(error):
-                raise
-            words = f"batches since the last rest were trained while {error}"
-            self._engine._lockstep.end_together(words)
-            raise raised_by_all(RuntimeError(f"{words}. Start again from a checkpoint")) from None
+        if any(changes for _, changes in said):
+            tell_unlike_values(engine.grid.data_parallel_id)
 
     def _unused(self) -> list[Any]:
         """The micro-batches that were read for batches that were not trained on."""
