@@ -223,8 +223,8 @@ class _Read(NamedTuple):
     A list is compared by its members.
     """
 
-    table: Mapping[str, Any]
-    key: str
+    table: Mapping[Any, Any]
+    key: Any
     written: str
     reader: str
     """What is read: itself, or a dict of which any entry may be."""
@@ -291,11 +291,15 @@ def _plain_values(
 
 
 def _values_of(
-    table: Mapping[str, Any], key: str, written: str, reads: ReadsInCode, depth: int
+    table: Mapping[Any, Any], key: Any, written: str, reads: ReadsInCode, depth: int, *, is_entry: bool = False
 ) -> Iterator[_Read]:
-    """What a value stands for, or its members."""
+    """What a value stands for, or its members.
+
+    Args:
+        is_entry: Whether it stands in a dict, and no attribute or variable is called so.
+    """
     value = table.get(key)
-    keys = reads.keys_of(key) if isinstance(value, dict) else None
+    keys = reads.keys_of(key) if isinstance(value, dict) and not is_entry else None
     taken = _taken(value) if keys is None else _NOT_TAKEN
     if isinstance(taken, _Long) and not all(map(_is_member, taken.some)):
         return
@@ -303,8 +307,9 @@ def _values_of(
         yield _Read(table, key, written, written, taken)
     if depth and isinstance(value, dict) and not isinstance(taken, _Long):
         for member in list(value) if keys is None else [member for member in keys if member in value]:
-            if isinstance(member, str):
-                for read in _values_of(value, member, f"{written}[{member!r}]", reads, depth - 1):
+            if _is_plain(member):
+                name = f"{written}[{member!r}]"
+                for read in _values_of(value, member, name, reads, depth - 1, is_entry=True):
                     yield read if keys is not None else read._replace(reader=written)
     elif depth and taken is _NOT_TAKEN and (members := members_of(value)) is not None:
         names = {name for name in members if reads.has_attribute(name)}

@@ -913,6 +913,26 @@ def test_entries_of_a_dict_that_code_reads_may_come_and_go():
         torch.testing.assert_close(run_in_order(layers, x), model(x))
 
 
+class ReadsWithin(Keeper):
+    def __init__(self) -> None:
+        super().__init__()
+        self.place, self.of_places, self.nested = 1, {1: 1.0}, {"inner": {"value": 1.0}}
+
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.of_places[self.place] + self.nested["inner"]["value"]
+
+
+def test_entries_by_numbers_and_entries_of_entries_may_change():
+    """They stayed what they were in the capture, in silence: only entries by names of the first dict were read."""
+    model = ReadsWithin()
+    layers, x = layers_as_they_are(model, (torch.randn(3, 8),), {}), torch.randn(3, 8)
+    torch.testing.assert_close(run_in_order(layers, x), model(x))
+    model.of_places[1] = 2.0
+    torch.testing.assert_close(run_in_order(layers, x), model(x))
+    model.nested["inner"]["value"] = 3.0
+    torch.testing.assert_close(run_in_order(layers, x), model(x))
+
+
 class ReadsEntry(Keeper):
     def __init__(self) -> None:
         super().__init__()
