@@ -231,7 +231,10 @@ def _refuses(*arguments: Any) -> bool:
 
 def _reason(error: BaseException) -> str:
     if "_pack_padded_sequence" in str(error):
-        return "packed sequences are as long as data say; pack, run and unpack them within one layer's forward()"
+        return (
+            "packed sequences are as long as data say: pack, run and unpack them in the forward() of one module "
+            "within the model, which takes and returns tensors, as in `self.encoder(self.embed(words), lengths)`"
+        )
     return _first_line(error)
 
 

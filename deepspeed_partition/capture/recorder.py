@@ -55,6 +55,7 @@ from deepspeed_partition.capture.source_lines import line_of, model_line
 from deepspeed_partition.capture.structure import build, flatten, holds_tensors
 from deepspeed_partition.capture.weights_without_data import State, WeightsWithoutData, storage_of
 from deepspeed_partition.capture.without_data import (
+    PadsNothing,
     data_like,
     hidden_functions,
     hidden_modes,
@@ -640,10 +641,12 @@ class Tape:
                 real = [data_like(leaf, self.device) for leaf in leaves]
                 versions = [version_of(leaf) for leaf in real]
                 given_args, given_kwargs = build(structure, real)
-                with self.weights.with_data(module):
+                with self.weights.with_data(module), PadsNothing():
                     result = module(*given_args, **given_kwargs)
         except Exception:
             raise error from None
+        if _holds_packed(result):  # no layer can send it: as many rows as data say
+            raise error
         scope.calls.clear()
         scope.conditions.clear()
         why = _WHY_WHOLE.get(type(error), f"{type(error).__name__} without data")
@@ -871,6 +874,14 @@ def _made(call: Call) -> list[int]:
 
 
 _PLAIN = (Ref, Attribute, SizeOf, Device, torch.Tensor, str, int, float, nn.Module, type, type(None), torch.dtype)
+
+
+def _holds_packed(value: Any) -> bool:
+    """Whether a packed sequence stands among what a module returns."""
+    if isinstance(value, nn.utils.rnn.PackedSequence):
+        return True
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+    return any(map(_holds_packed, inner))
 
 
 def _is_opaque(leaf: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_partition.capture.sizes import number_of
 
@@ -46,6 +47,16 @@ def data_like(leaf: Any, device: torch.device) -> Any:
         return torch.randn(shape, device=device).to(dtype)
     make = torch.ones if dtype is torch.bool else torch.zeros
     return make(shape, dtype=dtype, device=device)
+
+
+class PadsNothing(TorchDispatchMode):
+    """Packs sequences as if none was padded: lengths that stand for data would be zeros, which torch refuses."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._pack_padded_sequence.default:
+            padded, lengths, batch_first = args
+            args = padded, torch.full_like(lengths, padded.shape[int(batch_first)]), batch_first
+        return func(*args, **(kwargs or {}))
 
 
 def version_of(leaf: Any) -> int | None:

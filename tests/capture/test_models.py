@@ -516,8 +516,67 @@ class Packed(nn.Module):
 
 
 def test_packed_sequences_are_to_stay_within_a_layer():
-    with pytest.raises(CaptureError, match=r"packed sequences .* within one layer's forward\(\) \(.*test_models"):
+    match = r"packed sequences .* forward\(\) of one module .* \(.*test_models"
+    with pytest.raises(CaptureError, match=match):
         capture(Packed(), (torch.randn(3, 5, 4), torch.tensor([5, 3, 2])))
+    with pytest.raises(CaptureError, match=match):
+        capture(PackedBetween(), (torch.randn(3, 5, 4), torch.tensor([5, 3, 2])))
+
+
+class Packing(nn.Module):
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> nn.utils.rnn.PackedSequence:
+        return nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+
+
+class PackedBetween(Packed):
+    """A packed sequence goes from one module to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packing = Packing()
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return self.head(self.rnn(self.packing(x, lengths))[1][-1])
+
+
+class Encoder(nn.Module):
+    """Packs sequences, runs over them, and unpacks them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(4, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        states, last = self.rnn(packed)
+        return nn.utils.rnn.pad_packed_sequence(states, batch_first=True)[0], last[-1]
+
+
+class PackedWithin(nn.Module):
+    """One module packs, runs and unpacks; what it returns is as long as the longest sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.encoder = nn.Embedding(9, 4), Encoder()
+        self.wide, self.head = nn.Linear(8, 16), nn.Linear(16, 2)
+
+    def forward(self, words: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        states, last = self.encoder(self.table(words), lengths)
+        masked = states.masked_fill((words == 0)[:, : states.shape[1], None], 0.0)
+        return self.head(torch.relu(self.wide(masked.sum(1) + last)))
+
+
+def test_a_module_that_packs_runs_and_unpacks_sequences_stays_whole():
+    torch.manual_seed(0)
+    model, lengths = PackedWithin(), torch.tensor([5, 3, 2])
+    words = torch.randint(1, 9, (3, 5)) * (torch.arange(5) < lengths[:, None])
+    layers = captured_layers(model, words, lengths)
+    assert len(layers) > 2
+    batches = []
+    for longest in (5, 3):
+        shorter = lengths.clamp(max=longest)
+        batches.append(((words * (torch.arange(5) < shorter[:, None]), shorter), {}))
+    assert_same(model, layers, batches)
 
 
 def test_what_cannot_be_captured_is_told_with_its_line():
