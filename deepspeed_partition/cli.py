@@ -502,7 +502,7 @@ def show(plan: str, memory: bool, chain_file: str | None, as_json: bool) -> None
     if made.step is not None:
         run = planned_run(made)
         parts += [draw_timelines.planned_timeline(run, made.platform, room, colour=colour)] if run.is_step else []
-        parts += [order] if (order := draw_timelines.step_order(made, width)) else []
+        parts += [draw_timelines.step_order(made, width)]
     click.echo("\n".join(parts), nl=False)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +30,31 @@ def test_plan_check_show(tmp_path, chain, capsys):
     assert "F0===" in shown
     assert "SB0" in shown
     assert "F0.0 F0.1 F0.2 B0.0" in shown  # one more than DeepSpeed begins with, which hides the transfers
+
+
+def test_a_step_that_is_not_shown_whole_says_where_it_is(tmp_path, chain, capsys):
+    """It ended in "and 21 more", and the README said that no figure is lost."""
+    out = str(tmp_path / "plan.json")
+    for number in (4, 14, 60):
+        assert cli.run(["plan", chain, *PLATFORM, "--micro-batches", str(number), "-o", out]) == 0
+        capsys.readouterr()
+        assert cli.run(["show", out]) == 0
+        shown = capsys.readouterr().out
+        assert ("order of one step:" in shown) is (number < 60)
+        assert ("more\n" in shown) is (number == 14)
+        assert ('the whole order of a step is "order" in the file of the plan\n' in shown) is (number > 4)
+    assert len(json.loads(Path(out).read_text())["order"][0]) == 120
+
+
+def test_the_readme_names_the_commands_without_json():
+    text = (Path(cli.__file__).parent / "planner" / "README.md").read_text()
+    without = sorted(
+        name
+        for name, command in cli.cli.commands.items()
+        if not any("--json" in option.opts for option in command.params)
+    )
+    assert without == ["report", "trace"]
+    assert "but `report` and `trace` takes `--json`" in " ".join(text.split())
 
 
 def test_json_is_the_plan_and_nothing_else(chain, capsys):

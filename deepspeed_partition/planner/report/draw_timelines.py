@@ -149,10 +149,10 @@ class _Rows:
 def step_order(plan: Plan, width: int = 100) -> str:
     """Write the order of one step: a row for each device; ``F0.3`` is the forward of stage 0 on micro-batch 3.
 
-    Empty where no row would say even half of its order.
+    Where rows are cut it ends with where the whole order is, which stands alone if no row would say even half.
     """
     assert plan.step is not None
-    rows, most_told = [], 0.0
+    rows, most_told, is_whole = [], 0.0, True
     for device, order in enumerate(plan.step.order):
         row = f"device {device} "
         for index, (operation, micro_batch) in enumerate(order):
@@ -160,12 +160,14 @@ def step_order(plan: Plan, width: int = 100) -> str:
             ending = f" and {left} more" if left else ""
             if len(row) + len(f" {operation}.{micro_batch}{ending}") > width:
                 row += f" and {left + 1} more"
+                is_whole = False
                 most_told = max(most_told, index / len(order))
                 break
             row += f" {operation}.{micro_batch}"
         else:
             most_told = 1.0
         rows.append(row)
-    if most_told < 0.5:
-        return ""
-    return "\n".join(["order of one step:", *rows]) + "\n"
+    told = ["order of one step:", *rows] if most_told >= 0.5 else []
+    if not is_whole:
+        told.append('the whole order of a step is "order" in the file of the plan')
+    return "\n".join(told) + "\n"
