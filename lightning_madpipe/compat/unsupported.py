@@ -214,6 +214,14 @@ def notes_on(trainer: Any, module: Any, defaults: Collection[Any]) -> Iterator[s
             "`self(x).float()` in the step for a loss in fp32, and such layers in fp32 inside their forward(); "
             "precision='32-true' gives the numbers of one process"
         )
+    elif precision in ("bf16-true", "16-true"):
+        half = "bf16" if precision.startswith("bf16") else "fp16"
+        yield (
+            f"precision={precision!r} is DeepSpeed's in a pipeline: its optimizer has fp32 master weights, which "
+            f"keep small updates. One process, whose only weights are in {half}, loses them by rounding, so that "
+            "losses differ by more than rounding, most at a low learning rate; precision='32-true' gives the numbers "
+            "of one process"
+        )
     if trainer.accumulate_grad_batches > 1:
         yield from _notes_on_windows(trainer, module)
     compiled = [f"self.{path}" if path else "self" for path, part in outside_pipeline(module) if is_compiled(part)]
