@@ -96,11 +96,15 @@ def pipeline_of(module: Any) -> Any:
     return None if holder is None else holder.pipeline
 
 
+ONE_AFTER_ANOTHER = (
+    "what takes several calls, each made from what the one before gave, as in decoding word by word: call it when "
+    "fit has returned, or load the whole model from a file of trainer.save_checkpoint(path, weights_only=True)"
+)
+"""Where calls that no step can make can be made."""
 OUTSIDE_A_STEP = (
-    "let a step make what it gives, such as validation_step or predict_step from self(batch), or call it when fit "
-    "has returned, or load the whole model from a file of trainer.save_checkpoint(path, weights_only=True). Where "
-    "the model makes its own data while it trains, as in reinforcement learning, use a strategy with the whole "
-    "model on each device, such as ddp"
+    "let a step make in one call what it gives, such as validation_step or predict_step from self(batch), or, for "
+    f"{ONE_AFTER_ANOTHER}. Where the model makes its own data while it trains, as in reinforcement learning, use "
+    "a strategy with the whole model on each device, such as ddp"
 )
 """What to do instead of running layers in hooks and in data."""
 

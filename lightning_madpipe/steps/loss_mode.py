@@ -334,21 +334,19 @@ class LossOfBatches:
         for other in (same, whole):
             other.runs_once, other.asks = True, lambda *_: None
         if self.forward(same) is None:
-            can = f"micro-batches of {_sizes(run)} of a batch of {run.whole.size} can be run, and those of"
-            cannot = f"{_sizes(trial)} cannot"
+            told = cut_in_words(run.whole.size, run.sizes, trial.sizes)
         elif self.forward(whole) is None:
-            can = f"a batch of {run.whole.size} can be run, and its micro-batches of"
-            cannot = f"{_sizes(run)} cannot"
+            told = f"a batch of {run.whole.size} can be run, and its micro-batches of {_sizes(run.sizes)} cannot"
         else:
             return
         if reason.startswith(ShapeError.__name__):
             raise self.refusal(
-                f"{can} {cannot}: {way_of_sizes(reason)}. MadPipeStrategy(num_micro_batches=1) cuts no batch (with"
+                f"{told}: {way_of_sizes(reason)}. MadPipeStrategy(num_micro_batches=1) cuts no batch (with"
                 " drop_last=True in the loader, where the last one is shorter)"
             )
         raise self.refusal(
-            f"{can} {cannot} ({reason}), so something that {run.whole.step} or a layer is given does not go by "
-            f"samples: {not_by_samples(run.whole.size)}"
+            f"{told} ({reason}), so something that {run.whole.step} or a layer is given does not go by samples, "
+            f"or is kept from another micro-batch: {not_by_samples(run.whole.size)}"
         )
 
     def _keep(self, run: BatchRun, trial: BatchRun, finding: Finding) -> None:
@@ -587,8 +585,17 @@ def _by_line(left_by: Mapping[str, str], told: Collection[str]) -> dict[str, lis
     return found
 
 
-def _sizes(run: BatchRun) -> str:
-    return f"{' or '.join(map(str, sorted(set(run.sizes))))} sample{'s' * (set(run.sizes) != {1})}"
+def cut_in_words(size: int, sizes: Sequence[int], others: Sequence[int]) -> str:
+    """Say that a batch can be run in micro-batches of ``sizes``, and not in those of ``others``."""
+    only = set(others) - set(sizes) or set(others)
+    return (
+        f"a batch of {size} can be run in micro-batches of {_sizes(sizes)}, and not where one of them has "
+        f"{_sizes(sorted(only))}"
+    )
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    return f"{' or '.join(map(str, sorted(set(sizes))))} sample{'s' * (set(sizes) != {1})}"
 
 
 def _flushes_of(window: Sequence[BatchRun]) -> tuple[int, ...]:

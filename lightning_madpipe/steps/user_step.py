@@ -22,7 +22,7 @@ from deepspeed_partition.engine.runtime.random_state import random_state
 from lightning_madpipe.compat.elsewhere import ElsewhereError
 from lightning_madpipe.finding.batch_states import FROM_THE_FIRST, state_of_other_size
 from lightning_madpipe.finding.captured_call import CapturedCall
-from lightning_madpipe.module import pipeline_of
+from lightning_madpipe.module import ONE_AFTER_ANOTHER, pipeline_of
 from lightning_madpipe.steps import left_alike
 from lightning_madpipe.steps.batch_numbers import Use
 from lightning_madpipe.steps.batch_runs import (
@@ -935,7 +935,7 @@ class UserSteps:
             if num_calls > 1:
                 raise self._error(
                     f"{micro_batch.step} calls {self.call.called} a second time: a pipeline runs once per "
-                    "micro-batch; make one call, on inputs joined along dimension 0"
+                    f"micro-batch; make one call, on inputs joined along dimension 0. For {ONE_AFTER_ANOTHER}"
                 )
             self.draws.note_call()
             return self.call.answer(outputs, arguments, keywords)

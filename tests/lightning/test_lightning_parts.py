@@ -35,7 +35,7 @@ from lightning_madpipe.checkpoint.layers_on_rank_zero import TensorInfo
 from lightning_madpipe.compat.elsewhere import Elsewhere, ElsewhereError
 from lightning_madpipe.compat.unsupported import note_on_validation_within_window, notes_on
 from lightning_madpipe.finding import example_batch
-from lightning_madpipe.module import find_layers, frozen_in_one_memory, outside_pipeline
+from lightning_madpipe.module import OUTSIDE_A_STEP, find_layers, frozen_in_one_memory, outside_pipeline
 from lightning_madpipe.planning import why_left_out
 from lightning_madpipe.settings import checked_settings
 from lightning_madpipe.steps import step_runs
@@ -51,6 +51,7 @@ from lightning_madpipe.steps.batches import (
     split_batch,
 )
 from lightning_madpipe.steps.forward_reads import MOST_TIMES, ForwardWatch, Read, facts_of
+from lightning_madpipe.steps.loss_mode import cut_in_words
 from lightning_madpipe.steps.losses import error_in_words
 from lightning_madpipe.steps.metrics import copied
 from lightning_madpipe.steps.micro_batches import MicroBatch
@@ -416,6 +417,48 @@ def test_steps_that_cannot_run_on_a_pipeline(module: type, sentence: str) -> Non
     steps, micro = UserSteps(module(), "forward"), micro_batch([torch.zeros(4, 8), torch.zeros(4, 4)])
     with pytest.raises(ValueError, match=re.escape(sentence)):
         steps.loss(torch.zeros(4, 4), micro)
+
+
+def test_calls_one_after_the_other_are_sent_where_the_whole_model_is() -> None:
+    """Greedy decoding cannot join its inputs, and the refusal outside of a step sent it into one."""
+
+    class Decodes(Step):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self(self(batch[0]))
+
+    steps = UserSteps(Decodes(), "forward")
+    micro = micro_batch([torch.zeros(4, 8), torch.zeros(4, 4)], step="validation_step")
+    with pytest.raises(ValueError, match=r"calls self\.forward\(\) a second time") as refused:
+        steps.loss(torch.zeros(4, 8), micro)
+    for said in (str(refused.value), OUTSIDE_A_STEP):
+        assert "from what the one before gave, as in decoding word by word: call it when fit has returned" in said
+        assert "or load the whole model from a file of trainer.save_checkpoint(path, weights_only=True)" in said
+    assert "in one call" in OUTSIDE_A_STEP
+
+
+@pytest.mark.parametrize(
+    "size, sizes, others, sentence",
+    [
+        (
+            8,
+            [2, 2, 2, 2],
+            [3, 3, 2],
+            "a batch of 8 can be run in micro-batches of 2 samples, and not where one of them has 3 samples",
+        ),
+        (
+            8,
+            [1] * 8,
+            [2] * 4,
+            "a batch of 8 can be run in micro-batches of 1 sample, and not where one of them has 2 samples",
+        ),
+        (16, [4] * 4, [3, 4, 4, 5], "of 4 samples, and not where one of them has 3 or 5 samples"),
+    ],
+)
+def test_sizes_that_can_and_that_cannot_be_run_are_told_apart(
+    size: int, sizes: list[int], others: list[int], sentence: str
+) -> None:
+    """Micro-batches of 2 samples were said to be run, and those of 2 or 3 samples not to be."""
+    assert cut_in_words(size, sizes, others).endswith(sentence)
 
 
 def test_random_numbers_of_a_step_are_its_own() -> None:
@@ -832,6 +875,21 @@ def test_what_changes_in_each_step_is_compared_in_each_epoch() -> None:
                 watch.begin([])
     assert num_times == [0] * MOST_TIMES + [1] * MOST_TIMES
     assert "reads self.number, which changes from step to step" in said[0]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"])
+def test_half_precision_says_how_it_differs_from_one_process(precision: str) -> None:
+    """Nothing was said of ``bf16-true``, in which one process loses small updates."""
+    plugin = SimpleNamespace(precision=precision)
+    strategy = SimpleNamespace(precision_plugin=plugin)
+    trainer = SimpleNamespace(
+        strategy=strategy, callbacks=[], loggers=[], accumulate_grad_batches=1, checkpoint_callbacks=[]
+    )
+    said = [note for note in notes_on(trainer, Classifier(), []) if "precision" in note]
+    assert len(said) == (precision != "32-true")
+    if precision.endswith("-true") and said:
+        assert said[0].startswith(f"precision={precision!r} is DeepSpeed's")
+        assert "loses them by rounding" in said[0]
 
 
 def test_hooks_between_batches_of_a_window_are_told() -> None:
