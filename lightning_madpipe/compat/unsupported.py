@@ -219,8 +219,8 @@ def notes_on(trainer: Any, module: Any, defaults: Collection[Any]) -> Iterator[s
         yield (
             f"precision={precision!r} is DeepSpeed's in a pipeline: its optimizer has fp32 master weights, which "
             f"keep small updates. One process, whose only weights are in {half}, loses them by rounding, so that "
-            "losses differ by more than rounding, most at a low learning rate; precision='32-true' gives the numbers "
-            "of one process"
+            "losses differ by more than rounding, most at a low learning rate; precision='32-true' gives the "
+            "numbers of one process"
         )
     if trainer.accumulate_grad_batches > 1:
         yield from _notes_on_windows(trainer, module)
