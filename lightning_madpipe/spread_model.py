@@ -314,15 +314,14 @@ class SpreadModel:
                 f"plan is made: {WAY_OUT}; or run a saved plan, MadPipeStrategy(plan=...), with which none moves"
             )
 
-    def copies_have_changed(self) -> bool:
-        """Whether copies of layers, made before these were spread, have changed; asked before each step.
+    def look_at_orders(self) -> None:
+        """Learn the orders of lists of copies from their values; called before each step."""
+        if self.pipeline.num_stages > 1:
+            self.copies.look_at_orders()
 
-        The orders of lists of copies are learnt then, too.
-        """
-        if self.pipeline.num_stages == 1:
-            return False
-        self.copies.look_at_orders()
-        return self.copies.watched.have_changed()
+    def copies_have_changed(self) -> bool:
+        """Whether copies of layers, made before these were spread, have changed; asked before each step."""
+        return self.pipeline.num_stages > 1 and self.copies.watched.have_changed()
 
     def refuse_changed_copies(self) -> None:
         """Refuse copies of layers that a hook changes, on each rank by its own layers. Collective over a pipeline.

@@ -1021,6 +1021,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             call_hooks=self._call_hooks_before_step,
             loss=self.loss,
             group_settings=self._group_settings,
+            look_at_orders=self._spread.look_at_orders,
             copies_have_changed=self._spread.copies_have_changed,
             refuse_changed_copies=self._spread.refuse_changed_copies,
         )

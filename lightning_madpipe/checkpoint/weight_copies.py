@@ -6,8 +6,8 @@ groups, has the values for these alone. When layers move, their values move with
 on every rank, these are whole, too. A list of the weights themselves has those of this rank. What was made before
 the layers were spread, or in ``configure_optimizers``, loses what other ranks have. Copies in another form stay as
 they are, which is said. In a checkpoint the first rank of a pipeline writes copies whole, and each rank that reads
-it gets those of its layers. This happens where layers move. Before a few steps, values tell the order of a list
-that shapes do not tell.
+it gets those of its layers. All of this happens where layers move, and in checkpoints. Before a few of the first
+steps, values tell the order of a list that shapes do not tell.
 """
 
 from __future__ import annotations
@@ -64,11 +64,13 @@ WEIGHTS_STAY = (
 """What is said of weights that stay where they are."""
 
 TWO_ORDERS = (
-    "{place} has tensors in the form of the weights of this rank in more than one order, that of {one} or that of "
-    "{other}, and their values do not tell which, as those of a copy of the weights do before the first steps. It "
-    "is taken for the first one where layers move, and in checkpoints: {way_out}"
+    "The tensors of {place} may be in the order of {one} or of {other}; their shapes and values do not tell "
+    "which. That of {one} is taken where layers move, and in checkpoints: {way_out}"
 )
 """What is said of a list whose order is not known."""
+
+LAST_LOOK = 8
+"""The step before which values are looked at for the last time to learn the orders of lists."""
 
 Order = tuple[Any, ...]
 """What a list is ordered by: ``("parameters", prefix, only_trained)``, as the module; ``("both", prefix)``, as its
@@ -152,17 +154,19 @@ class WeightCopies:
         with pipeline.elsewhere.lifted():
             self._all = _weights_of(module)
         self._own = self._all
-        around = [f"{path}." for path, _ in outside_pipeline(module) if path]
-        self._prefixes = ["", *around]
+        # Modules beside the layers, which are on every rank.
+        self._beside = {path for path, _ in outside_pipeline(module)}
+        self._prefixes = ["", *(f"{path}." for path, _ in outside_pipeline(module) if path)]
         self._optimizer: Optimizer | None = None
         # The names in each group of the optimizer on this rank, in its order.
         self._grouped: list[tuple[str, ...]] = []
         self._all_grouped: list[tuple[str, ...]] = []
         # The names in each list of weights that has an order of its own, on all ranks.
         self._listed: dict[Order, tuple[str, ...]] = {}
-        # The orders in which a list had the values of the weights, where shapes allow others.
+        # The orders in which a list had the values of the weights, where shapes allow others, or was laid last.
         self._seen: dict[str, frozenset[Order]] = {}
         self._num_looks = 0
+        self._looks_again = False
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._has_said: set[str] = set()
         self._learn_names()
@@ -197,8 +201,9 @@ class WeightCopies:
         found = self._agreed(found, group)
         self._own, self._all_grouped = own, self._grouped
         self._grouped = [tuple(name for name in names if name in own) for names in self._grouped]
-        for values in found.values():
+        for place, values in found.items():
             self._lay(values, values.by_name())
+            self._remember(place, values)
 
     def follow(self, group: Any) -> None:
         """Give each copy what the layers of this rank are now. Collective over ``group``, a pipeline."""
@@ -238,32 +243,46 @@ class WeightCopies:
                 arrived = self._exchange(values, wanted, owners, group)
             if values is not None:
                 self._lay(values, {**values.by_name(), **arrived})
+                self._remember(place, values)
         self._say_what_stays([places for *_, places in everyone])
 
     def look_at_orders(self) -> None:
-        """Read from the values of lists in which order they are. It is called before each step, and seldom looks.
+        """Read from the values of lists in which order they are. It is called before each step.
 
-        A copy of the weights has their values until the step after which it is averaged.
+        A copy of the weights has their values until the step after which it is averaged. A look goes through all
+        that the program holds: after the first one there are few, and only where shapes leave an order open.
         """
         self._num_looks += 1
-        if self._num_looks & (self._num_looks - 1):
+        if self._num_looks > LAST_LOOK or self._num_looks & (self._num_looks - 1):
             return
-        self._look_at(dict(self._found()))
+        if (
+            self._num_looks == 1
+            or self._looks_again
+            or _has_two_of_one_form(self._sequences(self._own), self._own)
+        ):
+            self._look_at(dict(self._found()))
 
     def _look_at(self, found: Mapping[str, Values]) -> None:
         here = self._tensors_here()
+        self._looks_again = False
         for place, values in found.items():
             if len({names for _, names in values.fits}) > 1:
+                self._looks_again = True
                 equal = frozenset(
                     order for order, names in values.fits if _are_copies(values.container, names, here)
                 )
                 if equal:
                     self._seen[place] = equal
 
+    def _remember(self, place: str, values: Values) -> None:
+        """Know the order of a list of copies that has just been laid in it."""
+        if values.fits:
+            self._seen[place] = frozenset({values.order})
+
     def _agreed(
         self, found: Mapping[str, Values], group: Any, places: Mapping[str, str] | None = None
     ) -> dict[str, Values]:
-        """``found`` with the orders of lists that fit on all ranks, each of which has other layers. Collective.
+        """Give the lists in ``found`` an order that fits on all ranks, each of which has other layers. Collective.
 
         Args:
             places: Where the program keeps what is found at another place.
@@ -280,12 +299,27 @@ class WeightCopies:
             if not common:
                 continue
             first = common[0]
-            others = [order for order in common if any(each[order] != each[first] for each in theirs)]
+            others = [order for order in common if self._differ(first, order, theirs)]
             if others:
                 self._say_of_orders(places.get(place, place), first, others[0])
             if place in mine:
                 agreed[place] = replace(found[place], names=dict(mine[place])[first], **_in_order(first))
         return agreed
+
+    def _differ(self, one: Order, other: Order, ranks: Sequence[Mapping[Order, tuple[str, ...]]]) -> bool:
+        """Whether it matters in which of two orders a list is, now or when a rank has got other layers.
+
+        Args:
+            one: An order that fits on all ranks.
+            other: Another one.
+            ranks: The names in each order on each rank that has such a list.
+        """
+        names = {name for each in ranks for order in (one, other) for name in each[order]}
+        if all(name.rpartition(".")[0] in self._beside for name in names):  # they never move
+            return False
+        if any(each[one] != each[other] for each in ranks):
+            return True
+        return self._ordered(one, names, whole=True) != self._ordered(other, names, whole=True)
 
     def _likely(self, place: str, values: Values) -> Orders:
         """The orders that a list may be in by its shapes, and by its values where they have told it."""
@@ -373,8 +407,8 @@ class WeightCopies:
             inside = {name: weight for name, weight in own.items() if name.startswith(prefix)}
             parameters = tuple(name for name, weight in inside.items() if weight.is_listed)
             buffers = tuple(name for name, weight in inside.items() if weight.is_buffer)
-            yield ("both", prefix), (*parameters, *buffers)
             yield ("state", prefix), tuple(name for name, weight in inside.items() if weight.is_saved)
+            yield ("both", prefix), (*parameters, *buffers)
 
     def _forms(self) -> set[tuple[torch.Size, ...]]:
         """The forms of what a rank has of its weights, or of its buffers, in no order: a tuple has them, say."""
@@ -414,11 +448,21 @@ class WeightCopies:
             for place, container in _containers(state)
             if (values := self._as_values(container, sequences)) is not None
         }
-        kept = {_members(value): place for place, value in self._walk() if isinstance(value, list) and value}
+        is_unsure = any(
+            self._differ(values.order, order, [dict(values.fits)])
+            for _, values in by_path.values()
+            for order, _ in values.fits
+        )
+        # What has been learnt of a list is known by where the program keeps it.
+        kept = {
+            _members(value): place
+            for place, value in (self._walk() if is_unsure else ())
+            if _is_list_of_tensors(value)
+        }
         places = {
             path: kept[members]
             for path, (_, values) in by_path.items()
-            if (members := _members(values.container)) in kept
+            if values.fits and (members := _members(values.container)) in kept
         }
         agreed = self._agreed({path: values for path, (_, values) in by_path.items()}, group, places)
         found = {place: agreed[path] for path, (place, _) in by_path.items()}
@@ -631,7 +675,7 @@ class WeightCopies:
         return name.startswith(f"{PIPELINE}.") or (known is not None and known.shape == tensor.shape)
 
     def _as_list(self, value: list[Any], sequences: Sequence[tuple[Order, tuple[str, ...]]]) -> Values | None:
-        if not value or not all(isinstance(tensor, Tensor) for tensor in value):
+        if not _is_list_of_tensors(value):
             return None
         shapes = [tensor.shape for tensor in value]
         fits = []
@@ -691,7 +735,7 @@ def _containers(state: Mapping[Any, Any], place: tuple[str, ...] = ()) -> Iterat
     for key, value in state.items():
         if not isinstance(key, str) or (not place and key in NOT_COPIES):
             continue
-        if (isinstance(value, list) and value and all(isinstance(each, Tensor) for each in value)) or (
+        if _is_list_of_tensors(value) or (
             isinstance(value, dict) and value and all(isinstance(each, Tensor) for each in value.values())
         ):
             yield (*place, key), value
@@ -741,9 +785,19 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{own}" if path else own, value
 
 
-def _members(value: Any) -> tuple[int, ...]:
-    """What tells that two lists have the same tensors."""
-    return tuple(map(id, value)) if isinstance(value, list) else ()
+def _is_list_of_tensors(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(each, Tensor) for each in value)
+
+
+def _members(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    """Identities of tensors, which tell that two lists have the same ones."""
+    return tuple(map(id, tensors))
+
+
+def _has_two_of_one_form(sequences: Iterable[tuple[Order, tuple[str, ...]]], own: Mapping[str, Weight]) -> bool:
+    """Whether shapes do not tell two orders of weights from each other."""
+    orders = {names for _, names in sequences}
+    return len({tuple(own[name].shape for name in names if name in own) for names in orders}) < len(orders)
 
 
 def _in_order(order: Order) -> dict[str, Any]:

@@ -82,6 +82,7 @@ class BatchRunner:
             pipeline never drains that is during a later batch.
         loss: How the loss of a batch comes from its micro-batches, see ``LossOfBatches``.
         group_settings: Compares what ranks make of the settings of parameter groups; None: each has all layers.
+        look_at_orders: Learns in which orders the program keeps copies of weights; called before each step.
         copies_have_changed: Whether copies of layers beside these may have changed on this rank.
         refuse_changed_copies: Refuses those that ranks have changed otherwise; collective.
     """
@@ -102,10 +103,12 @@ class BatchRunner:
         call_hooks: Callable[[], None],
         loss: str,
         group_settings: GroupSettings | None,
+        look_at_orders: Callable[[], None],
         copies_have_changed: Callable[[], bool],
         refuse_changed_copies: Callable[[], None],
     ) -> None:
         self.steps, self._group_settings = steps, group_settings
+        self._look_at_orders = look_at_orders
         self._copies_have_changed, self._refuse_changed_copies = copies_have_changed, refuse_changed_copies
         self._trainer, self._module, self._pipeline, self._engine = trainer, module, pipeline, engine
         self._num_micro_batches = num_micro_batches
@@ -218,6 +221,7 @@ class BatchRunner:
         changed = self._comparison.changed()
         is_due = self._comparison.look_is_due(epoch_begins=self._epoch_begins) or bool(changed)
         self._epoch_begins = False
+        self._look_at_orders()
         asks = self._copies_have_changed() or is_due
         if engine.meet(sum(len(run.micro_batches) for run in window), asks=asks):
             engine.come_to_rest()

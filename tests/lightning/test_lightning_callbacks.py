@@ -44,7 +44,7 @@ def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         "resumed_by_word", "names_and_values", "files_of_one_device", "folders_on_other_stages",
         "resumed_on_other_stages", "optimizers", "own_steps", "settings", "loggers", "profilers",
         "after_an_exception", "averages", "averages_resumed", "kept_weights", "kept_far_away",
-        "kept_with_buffers", "kept_in_one_shape",
+        "kept_with_buffers", "kept_in_one_shape", "kept_where_orders_coincide",
     ],
 )  # fmt: skip
 def test_two_stages_do_as_one_process(two: Records, case: str) -> None:
@@ -354,8 +354,13 @@ def test_weights_that_a_callback_takes_follow_their_layers(two: Records) -> None
 def test_a_list_whose_order_nothing_tells_is_named(two: Records) -> None:
     """It was taken for one in the order of ``state_dict()``, in silence."""
     [said], nothing = (rank["order_untold"]["said"] for rank in two.ranks)
-    assert nothing == [] and said.startswith("self.sums has tensors in the form of the weights")
-    assert "that of parameters() and then buffers() or that of state_dict()" in said
+    assert nothing == [] and said.startswith("The tensors of self.sums may be in the order of state_dict() or")
+    assert "or of parameters() and then buffers(); their shapes and values do not tell which" in said
+
+
+def test_orders_of_a_list_that_do_not_matter_are_not_named(two: Records) -> None:
+    """A line named statistics of modules beside the layers, and averages of layers that run in another order."""
+    assert [rank["orders_that_do_not_matter"]["said"] for rank in two.ranks] == [[], []]
 
 
 def test_a_checkpoint_on_one_rank_names_those_that_do_not_come(two: Records) -> None:
