@@ -436,7 +436,8 @@ class Backwards(OneShape):
         self.slow = [weight.detach().clone() for weight in self.parameters()]
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        look_ahead(zip(self.parameters(), self.slow, strict=True))
+        for weight, slow in zip(self.parameters(), self.slow, strict=True):
+            slow.lerp_(weight.detach(), 0.5)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["slow"] = self.slow
