@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
+PIPE_MODULE = "deepspeed.runtime.pipe.module"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -84,3 +86,9 @@ def original_of(layer: Any) -> Any:
 def stand_in(original: Callable[..., Any], call: Callable[..., Any]) -> Any:
     """Return an object that runs ``call`` when called, and has the attributes and the class of ``original``."""
     return _StandIn(original, call)
+
+
+def is_layer_spec(layer: Any) -> bool:
+    """Return whether a layer is DeepSpeed's ``LayerSpec``; where DeepSpeed was never imported, none can be."""
+    module = sys.modules.get(PIPE_MODULE)
+    return module is not None and isinstance(layer, module.LayerSpec)

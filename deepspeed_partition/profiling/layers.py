@@ -12,6 +12,7 @@ from torch import nn
 from tqdm import tqdm
 
 from deepspeed_partition.dropped_writing import writing_dropped
+from deepspeed_partition.layer_calls import is_layer_spec
 from deepspeed_partition.planner.problem import Chain, LayerProfile
 from deepspeed_partition.profiling.attributes import state_kept
 from deepspeed_partition.profiling.boundaries import (
@@ -29,7 +30,7 @@ from deepspeed_partition.profiling.measure import MeasuredLayer, measure_layers,
 from deepspeed_partition.profiling.readings import suspicious
 from deepspeed_partition.profiling.run import Conditions
 from deepspeed_partition.profiling.sharing import measure_shared, share_of
-from deepspeed_partition.profiling.sources import LayerSource, is_layer_spec, layer_sources, modules_of
+from deepspeed_partition.profiling.sources import LayerSource, layer_sources, modules_of
 from deepspeed_partition.profiling.stash import layer_profiles
 
 logger = logging.getLogger(__name__)

@@ -81,8 +81,7 @@ class MeasuredLayer:
 def _ready(layer: LayerSource, boundary: Boundary, conditions: Conditions) -> Iterator[BuiltLayer]:
     """Build the layer and put it on the device, within the context."""
     try:
-        with built_aside(layer.source):
-            built = layer.build()
+        with built_aside(layer.source, layer.build) as built:
             if any(nn.parameter.is_lazy(parameter) for parameter in built.parameters()):
                 raise ValueError(f"layer {layer.name!r} has lazy parameters, without shapes: run it once before")
             with stand_ins(built.modules, conditions.device):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +11,9 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from deepspeed_partition.layer_calls import unpacking
+from deepspeed_partition.layer_calls import is_layer_spec, unpacking
 from deepspeed_partition.profiling.live_bytes import storages_of
 from deepspeed_partition.tensor_values import num_bytes_of
-
-PIPE_MODULE = "deepspeed.runtime.pipe.module"
 
 
 @dataclass(frozen=True)
@@ -107,12 +104,6 @@ def layer_sources(
         name = names[index] if names is not None else ""
         sources.append(LayerSource(layer, name or f"{number}.{type_name}", type_name))
     return sources
-
-
-def is_layer_spec(layer: Any) -> bool:
-    """Return whether a layer is DeepSpeed's ``LayerSpec``; where DeepSpeed was never imported, none can be."""
-    module = sys.modules.get(PIPE_MODULE)
-    return module is not None and isinstance(layer, module.LayerSpec)
 
 
 users_names: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -2563,9 +2563,63 @@ def _trained_further(model: nn.Module) -> torch.optim.Optimizer:
     return two_groups(model)
 
 
+class Handed(nn.Module):
+    """A layer that takes a block, and writes to its data as models of Hugging Face do; its forwards change it."""
+
+    def __init__(self, blocks: list[Block], index: int) -> None:
+        super().__init__()
+        self.block = blocks[index]
+        self.block.index, self.block.is_fresh, self.block.factor = index, True, torch.tensor(1.0)
+        self.block.linear.bias.data.zero_()
+        self.block.linear.requires_grad_(True)
+        with torch.no_grad():
+            self.block.linear.weight.mul_(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.block.factor = self.block.factor * 0.9
+        return self.block(x) * (self.block.factor if hasattr(self.block, "is_fresh") else 1)
+
+
+def handed() -> list[Any]:
+    """Eight layers, of which six take a block."""
+    torch.manual_seed(3)
+    blocks = [Block(WIDTH) for _ in range(6)]
+    between = [LayerSpec(Handed, blocks, index) for index in range(6)]
+    return [LayerSpec(nn.Linear, 8, WIDTH), *between, LayerSpec(nn.Linear, WIDTH, 4)]
+
+
+def _frozen_further(model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of a script that sets and freezes weights when layers are built."""
+    for block in (each for each in model.modules() if isinstance(each, Block)):
+        nn.init.constant_(block.linear.bias, 0.1)
+        block.linear.weight.requires_grad_(block.index not in (2, 3))
+    return two_groups(model)
+
+
+def _with_other_blocks(engine: MadPipeEngine) -> MadPipeEngine:
+    """Change the blocks of an engine that has trained."""
+    for block in [each for each in engine.module.modules() if isinstance(each, Block)]:
+        block.extra = nn.Dropout(0.0)
+        if block.index % 2:
+            del block.is_fresh
+    return engine
+
+
+def _trained_with_other_blocks(further: Callable[..., list[float]]) -> list[float]:
+    data = batches(5)
+    engine, _, _ = start(handed(), cut(), optimizer=_frozen_further)
+    losses = train(engine, data[:1])
+    return losses + further(_with_other_blocks(engine), data[1:])
+
+
 def specs_that_change_what_they_are_given(_: Path) -> None:
     """As those of qlora-pipe-lite do: a layer is built more than once, to be counted, compared and moved."""
     data = batches(WARM_UP + AFTER)
+    expected = train_alone(handed(), data, _frozen_further)
+    for method, config in ((cut(), {}), ("madpipe", planned(cut(), warmup_steps=WARM_UP))):
+        engine, _, _ = start(handed(), method, config, optimizer=_frozen_further)
+        same(train(engine, data), expected)
+    same(_trained_with_other_blocks(train_on_four_cuts), _trained_with_other_blocks(train))
     expected = train_alone(fitted(), data, _trained_further)
     engine, _, _ = start(fitted(), cut(), optimizer=_trained_further)
     same(train_on_four_cuts(engine, data), expected)

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -297,12 +298,15 @@ def count_parameters(module: deepspeed.pipe.PipelineModule) -> tuple[list[int], 
     """The trainable and the frozen parameters of each layer; one layer is built at a time."""
     trainable, frozen = [], []
     for spec in module._layer_specs:
-        with built_aside(spec):
-            layer = spec.build() if isinstance(spec, LayerSpec) else spec
+        with built_aside(spec, partial(_built, spec)) as layer:
             parameters = list(layer.parameters()) if isinstance(layer, nn.Module) else []
-        trainable.append(sum(weight.numel() for weight in parameters if weight.requires_grad))
-        frozen.append(sum(weight.numel() for weight in parameters if not weight.requires_grad))
+            trainable.append(sum(weight.numel() for weight in parameters if weight.requires_grad))
+            frozen.append(sum(weight.numel() for weight in parameters if not weight.requires_grad))
     return trainable, frozen
+
+
+def _built(spec: Any) -> Any:
+    return spec.build() if isinstance(spec, LayerSpec) else spec
 
 
 def set_boundaries(module: deepspeed.pipe.PipelineModule, boundaries: Sequence[int]) -> None:

@@ -138,8 +138,8 @@ def _weights_of(spec: Any) -> list[nn.Parameter]:
     if not given:
         return []
     # It may take a part of what it is given: a block of a whole model.
-    with torch.random.fork_rng(devices=[]), built_aside(spec):
-        return _trainable(weight for weight in spec.build().parameters() if weight in given)
+    with torch.random.fork_rng(devices=[]), built_aside(spec, spec.build) as layer:
+        return _trainable(weight for weight in layer.parameters() if weight in given)
 
 
 def _what_functions_share(specs: Sequence[Any], owners: dict[nn.Parameter, int]) -> str:

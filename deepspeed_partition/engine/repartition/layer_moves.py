@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -152,7 +152,7 @@ def _descriptions(
         for part in all_that_moves(module):
             before = part.owners(current)
             if before[0] == grid.get_stage_id() and set(part.owners(allocation)) - set(before):
-                with _another(module, part) as build:
+                with _another(module, part, held[part.name]) as build:
                     sent[part.name] = only_what_changed(part, held[part.name], build)
         if sent:
             layers = {name: tensors_in(each) for name, each in held.items()}
@@ -172,7 +172,7 @@ def _checked_here(module: PipelineModule) -> dict[str, PartInfo]:
     existing = {}
     for part in all_that_moves(module):
         if part.owners(allocation_of(module))[0] == grid.get_stage_id():
-            with _another(module, part) as build:
+            with _another(module, part, held[part.name]) as build:
                 there = only_what_changed(part, held[part.name], build)
                 if _is_built(part.spec):
                     check_alike(part, there, describe(build()), module.global_rank, allocation_of(module))
@@ -309,16 +309,15 @@ def _build_spec(module: PipelineModule, part: Part) -> nn.Module:
 
 
 @contextmanager
-def _another(module: PipelineModule, part: Part) -> Iterator[Callable[[], nn.Module]]:
-    """A function that builds a part once more, beside the one that trains, which is as before afterwards.
+def _another(module: PipelineModule, part: Part, held: nn.Module) -> Iterator[Callable[[], nn.Module]]:
+    """A function that builds a part once more, beside ``held``, which trains and is as before afterwards.
 
     Until it is called that one can be looked at: both may have modules that their specification is given.
     """
     with ExitStack() as stack:
 
         def build() -> nn.Module:
-            stack.enter_context(built_aside(part.spec))
-            return _build_spec(module, part)
+            return stack.enter_context(built_aside(part.spec, partial(_build_spec, module, part), held))
 
         yield cache(build)
 

@@ -435,17 +435,18 @@ def only_what_changed(part: Part, held: nn.Module, build: Callable[[], nn.Module
         new = new_paths(there.tree, _FIRST_TREES.get(existing, there.tree))
         changed_since = _changed_since(existing, there, _FIRST)
         return replace(there, attributes=changed_since | {path: there.attributes[path] for path in new})
+    # The layer is looked at before: building puts modules that both have into the state that they were given in.
+    present, hidden = modules_of(held), hidden_tensors(hidden_in(held))
+    own = {path: dict(vars(module)) for path, module in present.items()}
     built = build()
-    hidden, others = hidden_in(held), hidden_in(built)
-    named = _named(built, others)
-    present, modules = (
-        {**dict(each.named_modules()), **of_each} for each, of_each in ((held, hidden), (built, others))
-    )
+    others = hidden_in(built)
+    named, modules = _named(built, others), {**dict(built.named_modules()), **others}
     for path in new_paths(there.tree, tree_of(built, others)):
         modules.pop(path, None)
     changed = {
         path: _changed_attributes(
             present[path],
+            own[path],
             found,
             modules.get(path),
             _module_attributes(modules[path], named) if path in modules else {},
@@ -456,33 +457,45 @@ def only_what_changed(part: Part, held: nn.Module, build: Callable[[], nn.Module
 
 
 def _changed_attributes(
-    held: nn.Module, found: dict[str, Any], built: nn.Module | None, own: dict[str, Any]
+    held: nn.Module,
+    there: dict[str, Any],
+    found: dict[str, Any],
+    built: nn.Module | None,
+    own: dict[str, Any],
 ) -> dict[str, Any]:
-    """The attributes that differ from what a specification builds, or were changed where it is handed them."""
+    """The attributes that differ from what a specification builds, or were changed where it is handed them.
+
+    Args:
+        held: A module of a layer.
+        there: Its attributes before the other one was built.
+        found: What can be sent of them.
+        built: The module in the other one; None where it has none.
+        own: What can be sent of its attributes.
+    """
     changed: dict[str, Any] = {}
     first = _FIRST.get(held, {})
     for name, value in found.items():
         before = own.get(name)
         if _is_alike(own, name, value):
             # An object among the arguments of the specification is in both: it may have changed since it came.
-            if built is None or vars(held).get(name, held) is not vars(built).get(name) or name not in first:
+            if built is None or there.get(name, held) is not vars(built).get(name) or name not in first:
                 continue
             before = first[name]
-            if before == _fingerprint_of(held, name, value):
+            if before == _fingerprint_of(there.get(name), value):
                 continue
         is_known = built is not None and name in own
-        mine, others = vars(held).get(name), None if built is None else vars(built).get(name)
-        told = _told(held, name, value, before) if is_known else value
+        mine, others = there.get(name), None if built is None else vars(built).get(name)
+        told = _told(held, name, mine, value, before) if is_known else value
         changed[name] = told_of_sharing(told, mine, _shown(held, name), is_first=mine is others)
-    gone = [name for name in own if name.isidentifier() and name not in found and name not in vars(held)]
+    gone = [name for name in own if name.isidentifier() and name not in found and name not in there]
     return changed | dict.fromkeys(gone, Gone())
 
 
 def _changed_tensors(
-    hidden: dict[str, nn.Module], others: dict[str, nn.Module], sent: dict[str, SentTensor]
+    here: dict[str, torch.Tensor], others: dict[str, nn.Module], sent: dict[str, SentTensor]
 ) -> dict[str, SentTensor]:
     """The tensors of hidden modules but for those that a specification builds with these values, or is handed."""
-    here, built = hidden_tensors(hidden), hidden_tensors(others)
+    built = hidden_tensors(others)
     return {
         name: info
         for name, info in sent.items()
@@ -589,7 +602,7 @@ def _changed_since(layer: nn.Module, there: PartInfo, fingerprints: Fingerprints
             objects, own = _FIRST_OBJECTS.get(module, {}), vars(module)
             changed[path] = {
                 name: told_of_sharing(
-                    _told(module, name, value, first.get(name)),
+                    _told(module, name, own.get(name), value, first.get(name)),
                     own.get(name),
                     _shown(module, name),
                     is_first=name in objects and objects[name]() is own.get(name),
@@ -608,11 +621,19 @@ def _is_of_hosts(value: Any) -> bool:
     return module_of(type(value)).partition(".")[0] in HOSTS
 
 
-def _told(module: nn.Module, name: str, value: Any, before: Any) -> Any:
-    """What has changed, with its name where not all of it goes to another process."""
+def _told(module: nn.Module, name: str, present: Any, value: Any, before: Any) -> Any:
+    """What has changed, with its name where not all of it goes to another process.
+
+    Args:
+        module: Has the attribute.
+        name: Its name.
+        present: The attribute itself.
+        value: What can be sent of it.
+        before: What that was before.
+    """
     shown = _shown(module, name)
     if isinstance(value, Unsendable):
-        return Staying(shown, value.type_name, _source_of(vars(module).get(name), module))
+        return Staying(shown, value.type_name, _source_of(present, module))
     if isinstance(value, ObjectState) and isinstance(before, ObjectState):
         return _since(value, before, shown)
     return value
@@ -654,11 +675,11 @@ def _say_that_it_stays(shown: str, kind: str) -> None:
 
 def _fingerprints(module: nn.Module, found: dict[str, Any]) -> dict[str, Any]:
     """What tells each of a module's attributes from what it is after a change."""
-    return {name: _fingerprint_of(module, name, value) for name, value in found.items()}
+    return {name: _fingerprint_of(vars(module).get(name), value) for name, value in found.items()}
 
 
-def _fingerprint_of(module: nn.Module, name: str, value: Any) -> Any:
-    return mark(vars(module).get(name)) if isinstance(value, Unsendable) else _fingerprint(value)
+def _fingerprint_of(present: Any, value: Any) -> Any:
+    return mark(present) if isinstance(value, Unsendable) else _fingerprint(value)
 
 
 def _fingerprint(value: Any) -> Any:
