@@ -823,7 +823,7 @@ class Tape:
         self._scopes.append(root)
         with self.draws.rewound(), self.recording():
             self._outer_context = _state()
-            out = self._call_model(fake_args, fake_kwargs)
+            out = self._with_views_of_weights(self._call_model(fake_args, fake_kwargs))
             # A step may draw behind its last call, what it makes a loss of.
             if not self._is_steps():
                 self._note_draws(getattr(inspect.unwrap(self.model.forward), "__code__", None))
@@ -836,6 +836,17 @@ class Tape:
             self.weights.first_names, self._sets,
             begun_with=self._left, filled_by=self._filled_by, in_place=self._in_place,
         )  # fmt: skip
+
+    def _with_views_of_weights(self, out: Any) -> Any:
+        """What the model returns, with a view in the place of each weight or buffer: a layer can return that."""
+        leaves, structure = flatten(out)
+        is_weight = [isinstance(leaf, torch.Tensor) and self.weights.name_of(leaf) is not None for leaf in leaves]
+        if not any(is_weight) or self._is_steps():
+            return out
+        return build(
+            structure,
+            [leaf.view_as(leaf) if each else leaf for leaf, each in zip(leaves, is_weight, strict=True)],
+        )
 
     def _call_model(self, args: Any, kwargs: Any) -> Any:
         self._module_names.pop(id(self.model), None)

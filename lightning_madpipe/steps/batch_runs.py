@@ -21,7 +21,10 @@ Tensors = tuple[Tensor, ...]
 Dims = tuple[int | None, ...]
 """The dimension of each tensor that grows with the samples; None: all micro-batches share the tensor."""
 
-WAY_OUT = "take the loss of each micro-batch with MadPipeStrategy(loss='mean')"
+WAY_OUT = (
+    "MadPipeStrategy(num_micro_batches=1) cuts no batch; MadPipeStrategy(loss='mean') takes the mean of the "
+    "losses of micro-batches, which is another loss where samples are compared"
+)
 
 
 OF_A_LOSS = (
@@ -29,6 +32,9 @@ OF_A_LOSS = (
     "and take their mean in the step"
 )
 """What to do about an output that is a single number."""
+ONE_PER_SAMPLE = (
+    ". Let forward() return one for each sample (`.expand(len(x))` of a number that is the same for all)"
+)
 
 
 class SamplesSelectedError(ValueError):
@@ -58,6 +64,10 @@ class BatchRun:
     """Whether the step runs on the whole batch; else on each micro-batch."""
     asks: Callable[[BatchRun, bool], None] | None = None
     """What to call instead of the step where the loss is tried, with this batch and whether outputs are tuples."""
+    may_be_fed_apart: bool = False
+    """Whether layers may get what the step passes for each micro-batch where that for the batch cannot be cut."""
+    is_fed_apart: bool = False
+    """Whether they did, on the first stage: their outputs need not be in the order of those of the batch."""
     trained_as: list[MicroBatch] = field(default_factory=list)
     """Where the loss is tried, the micro-batches that the batch is trained in, which may be of other sizes."""
     inputs: list[Any] = field(default_factory=list)
@@ -132,12 +142,8 @@ class BatchRun:
         for place, dim in enumerate(self.dims):
             same = [outputs[place] for outputs in self.outputs]
             self.lengths.append(() if dim is None else tuple(tensor.shape[dim] for tensor in same))
-            if dim is None and self.need_gradients[place]:
-                raise ValueError(
-                    f"output {place} of forward(), of shape {tuple(same[0].shape)}, has no dimension that counts "
-                    f"the samples, and what it is for a whole batch cannot be told from micro-batches: {WAY_OUT}"
-                )
-            whole = same[0] if dim is None else torch.cat(same, dim)
+            # What all share may lie in the memory of a weight, which the step would write to.
+            whole = same[0].clone() if dim is None else torch.cat(same, dim)
             joined.append(whole.requires_grad_(trains and self.need_gradients[place]))
         self.outputs = []
         self.leaves = tuple(joined)
@@ -159,7 +165,13 @@ class BatchRun:
         if self.loss is not None:
             wanted = [leaf for leaf in self.leaves if leaf.requires_grad]
             found = iter(torch.autograd.grad(self.loss, wanted, scale.to(self.loss.dtype), allow_unused=True))
-            self.gradients = self.cut([next(found) if leaf.requires_grad else None for leaf in self.leaves])
+            of_leaves = [next(found) if leaf.requires_grad else None for leaf in self.leaves]
+            self.gradients = self.cut(of_leaves)
+            # What all micro-batches share comes from weights alone: one of them takes its gradient to these.
+            self.gradients[0] = tuple(
+                whole if dim is None else own
+                for own, whole, dim in zip(self.gradients[0], of_leaves, self.dims, strict=True)
+            )
             self.scale, self.loss, self.leaves = scale, None, ()
         if self.gradients is None:
             return None
@@ -296,13 +308,20 @@ def dims_of_outputs(outputs: Sequence[Tensors], sizes: Sequence[int], known: Dim
             dim = known[place] if known is not None and place < len(known) else _likely(place, shapes[0], sizes[0])
         if dim is None and len(sizes) == 1 and shapes[0]:
             dim = 0
-        if dim is None and not all(torch.equal(same[0], tensor) for tensor in same[1:]):
+        if dim is None and not all(_are_equal(same[0], tensor) for tensor in same[1:]):
             raise ValueError(
                 f"output {place} of forward(), of shape {shapes[0]}, differs between micro-batches and has no "
-                f"dimension that counts the samples{OF_A_LOSS * (not shapes[0])}: {WAY_OUT}"
+                f"dimension that counts the samples{OF_A_LOSS * (not shapes[0])}{ONE_PER_SAMPLE}: {WAY_OUT}"
             )
         dims.append(dim)
     return tuple(dims)
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether all numbers of two tensors of one shape are the same; NaN is NaN."""
+    if torch.equal(one, other):
+        return True
+    return one.is_floating_point() and bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
 
 
 def _only_difference(shapes: Sequence[tuple[int, ...]]) -> int | None:

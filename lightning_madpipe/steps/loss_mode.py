@@ -47,7 +47,7 @@ from deepspeed_partition.engine.runtime.first_failure import met_by_all
 from deepspeed_partition.planner.units import counted
 from deepspeed_partition.planner.weight_versions import FLUSH
 from lightning_madpipe.module import outside_pipeline
-from lightning_madpipe.steps.batch_runs import BatchRun
+from lightning_madpipe.steps.batch_runs import WAY_OUT, BatchRun
 from lightning_madpipe.steps.batches import not_by_samples
 from lightning_madpipe.steps.list_in_words import some
 from lightning_madpipe.steps.logged_sizes import LoggedSizes
@@ -73,7 +73,7 @@ from lightning_madpipe.steps.losses import (
 )
 from lightning_madpipe.steps.step_results import RULES, does_with
 from lightning_madpipe.steps.step_runs import draws_in_words
-from lightning_madpipe.steps.trials import try_batch
+from lightning_madpipe.steps.trials import mean_and_whole, try_batch
 from lightning_madpipe.steps.user_step import SKIPPING
 from lightning_madpipe.steps.what_steps_leave import said
 
@@ -91,6 +91,11 @@ DECIDED_BY = (
     "training_step leaves {names} as a number of its batch decides in {line}, and runs once per micro-batch, each "
     "of which decides by its own: in batches where these are on two sides, what it leaves is not that of one "
     "process. MadPipeStrategy(loss='batch') runs it once per batch"
+)
+MEAN_DIFFERS = (
+    "with loss='mean' the loss of the first batch is {mean:.6g}, the mean of the losses of its micro-batches, and "
+    "{whole:.6g} on the whole batch, as in one process: it compares samples, or weighs them otherwise, and "
+    "another loss is trained than there. loss='auto' trains that of the batch"
 )
 FOR_MEMORY = ("OutOfMemoryError", "MemoryError", "out of memory")
 SAME = 1e-7
@@ -164,8 +169,31 @@ class LossOfBatches:
                 is_last = not self.engine.runs_lists or self._never_drains
                 self._try_where_needed(window, flushes, is_last=is_last)
             self._give_losses(window)
+        elif self.num_micro_batches > 1 and self._num_steps == 1:
+            self._compare_mean(window[0])
         self.engine.flushes = flushes if self.once else None
         self._watch()
+
+    def _compare_mean(self, run: BatchRun) -> None:
+        """Say where the mean that was asked for is another loss than that of the batch. Collective."""
+        trial = self.again(run, True)
+        trial.runs_once = trial.may_be_fed_apart = True
+        trial.trained_as = run.micro_batches
+        found: tuple[float, float] | None = None
+
+        def ask(tried: BatchRun, is_tuple: bool) -> None:
+            nonlocal found
+            found = mean_and_whole(self.steps, self.module, tried, is_tuple)
+
+        trial.asks = ask
+        if self.forward(trial) is not None:  # the layers may take these sizes alone, or fail in training, too
+            return
+        gathered = gather_objects((found, trial.is_fed_apart))
+        if any(is_fed_apart for _, is_fed_apart in gathered):
+            return
+        for each, _ in gathered:
+            if each is not None:
+                self._tell(MEAN_DIFFERS.format(mean=each[0], whole=each[1]), key="mean differs")
 
     def look_again(self, window: Sequence[BatchRun]) -> None:
         """Try the batches of a step that was given up for a sign of another loss. Collective over the job."""
@@ -213,7 +241,9 @@ class LossOfBatches:
 
     def _try_where_needed(self, window: Sequence[BatchRun], flushes: tuple[int, ...], *, is_last: bool) -> None:
         if self.option == "batch":
-            self._try(window[0], compares=False)
+            for finding in self._try(window[0], compares=False):
+                if finding.unknown is Unknown.NOT_JOINED:  # micro-batches of one size might hide it
+                    raise self.refusal(f"{window[0].whole.step}: {finding.why_unknown}: {WAY_OUT}")
             self._switch(flushes, "")
             return
         differing = [self._may_differ(run) for run in window]
@@ -484,6 +514,8 @@ class LossOfBatches:
             self._switch(flushes, f"for this batch {finding.why_unknown}")
         elif finding.unknown is Unknown.NO_LOSS and is_last:
             raise self.refusal(SKIPPING.format(how=""))
+        elif finding.unknown is Unknown.NOT_JOINED:
+            raise self.refusal(f"training_step: {finding.why_unknown}: {WAY_OUT}")
         elif finding.unknown is Unknown.NO_TRIAL or (finding.unknown is Unknown.MEETS_AGAIN and is_last):
             raise self.refusal(
                 "it is not known whether the loss of a batch is the mean of the losses of its micro-batches: its "

@@ -57,6 +57,7 @@ class Unknown(Enum):
     NO_GRADIENT = "neither the batch nor its micro-batches have a gradient"
     NOT_FINITE = "the loss of the batch is no number"
     NO_TRIAL = "the batch as a whole cannot be tried"
+    NOT_JOINED = "outputs of its micro-batches are not those of a batch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +160,28 @@ def factors_of(
     if not norm > 0.0 or not numpy.isfinite(residual) or residual > (tolerance**2) * norm:
         return None
     return numpy.array(factors)
+
+
+def shared_gradients_fit(
+    whole: Tried, pieces: Sequence[Tried], dims: Sequence[int | None], factors: Vector, tolerance: float
+) -> bool:
+    """Whether gradients by outputs that all micro-batches share add up to the batch's, with these factors."""
+    for place, dim in enumerate(dims):
+        wanted = whole.gradients[place]
+        own = [piece.gradients[place] for piece in pieces]
+        if dim is not None or (wanted is None and all(gradient is None for gradient in own)):
+            continue
+        parts = [
+            factor * as_real(gradient.detach()).double()
+            for factor, gradient in zip(factors, own, strict=True)
+            if gradient is not None and factor != 0
+        ]
+        zero = torch.zeros((), dtype=torch.double)
+        rest = sum(parts, zero) - (zero if wanted is None else as_real(wanted.detach()).double())
+        size = sum((part.norm() for part in parts), zero)
+        if not bool(rest.norm() <= tolerance * size):
+            return False
+    return True
 
 
 def fits(factors: Vector, losses: Vector, loss: float, weights: Vector, weight: Weight, tolerance: float) -> bool:

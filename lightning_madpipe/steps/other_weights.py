@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,28 +35,34 @@ def loss_depends_on_weights(step: str, called: str, name: str) -> str:
     return (
         f"the loss of {step} depends on weights in other ways than through {called} ({name}), such as by a "
         "penalty, or by weights of its terms that are learned, or by a head that was not called at first, and no "
-        "rank has all: use weight_decay; let layers return what the loss needs: call a module that has weights, "
-        "such as a projector, within forward(), and a head that takes labels by calling it within forward() and "
-        "self(x, y) in the step; or call all heads for each batch and choose by torch.where"
+        "rank has all: use weight_decay; let layers return what the loss needs, as in `return out, self.log_vars` "
+        "in forward(): call a module that has weights, such as a projector, there, and a head that takes labels by "
+        "calling it there and self(x, y) in the step; or call all heads for each batch and choose by torch.where"
     )
 
 
 def other_weight(
-    module: nn.Module, loss: Tensor, ends: Collection[Any], among: Collection[Any] | None = None
+    module: nn.Module,
+    loss: Tensor,
+    ends: Collection[Any],
+    among: Collection[Any] | None = None,
+    returned: Iterable[Tensor] = (),
 ) -> str | None:
     """The name of a weight that gradients of ``loss`` reach otherwise than through the outputs, ``ends``.
 
     Args:
         among: The weights that are looked for; None: all but those of metrics.
+        returned: The outputs. One that is a weight itself gets its gradient as an output.
     """
-    of_metrics = {weight for metric in metrics_of(module).values() for weight in metric.parameters()}
+    known = {weight for metric in metrics_of(module).values() for weight in metric.parameters()}
+    known |= {output for output in returned if isinstance(output, nn.Parameter)}
     todo, seen = [loss.grad_fn], set(ends)
     while todo:
         node = todo.pop()
         if node is not None and node not in seen:
             seen.add(node)
             leaf = getattr(node, "variable", None)
-            is_sought = leaf not in of_metrics if among is None else leaf in among
+            is_sought = leaf not in known if among is None else leaf in among
             if isinstance(leaf, nn.Parameter) and is_sought:
                 return next((name for name, each in module.named_parameters() if each is leaf), "a weight")
             todo.extend(following for following, _ in node.next_functions)

@@ -225,9 +225,9 @@ class Outcomes:
         auto = "loss='auto' names what differs from one process; " if is_mean else ""
         warn_once(
             f"repeats/{type(self._module).__name__}/{step}/{names}",
-            f"{under}{step} runs once for each of the {len(run.done)} micro-batches of a batch, and is not "
-            f"compared with a run on the batch ({some(names)}): a count grows as often, a list gets as many "
-            "entries, and what is logged is merged by its reduce_fx, means by samples. "
+            f"{under}{step} runs once for each of the {len(run.done)} micro-batches of a batch, and what it "
+            f"leaves is not compared with a run on the batch ({some(names)}): a count grows as often, a list gets "
+            "as many entries, and what is logged is merged by its reduce_fx, means by samples. "
             f"{auto}loss='batch' runs the step once per batch",
         )
 

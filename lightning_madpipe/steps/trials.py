@@ -36,6 +36,7 @@ from lightning_madpipe.steps.losses import (
     factors_of,
     fits,
     normalized,
+    shared_gradients_fit,
     values_of,
     views_of,
     weights_of,
@@ -55,6 +56,8 @@ from lightning_madpipe.steps.user_step import NoLossError, UserSteps
 from lightning_madpipe.steps.what_steps_leave import StepTraces, Trace, differences, has_twins, unlike
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+MEAN_TOLERANCE, LOW_TOLERANCE = 1e-4, 2e-2
+"""The relative differences that rounding may make of a loss, by the precision of the outputs."""
 MOST_QUESTIONS = 16
 """Questions of a batch that are answered otherwise, each of which runs the step again."""
 COMPARES = "it compares samples, or is weighted by more than one thing"
@@ -80,7 +83,7 @@ def _tried(steps: UserSteps, module: Any, run: BatchRun, is_tuple: bool, *, comp
     try:
         joined = steps.join(run, trains=False)
     except ValueError as error:
-        return _unknown(Unknown.NO_TRIAL, str(error).removesuffix(f": {WAY_OUT}"))
+        return _unknown(Unknown.NOT_JOINED, str(error).removesuffix(f": {WAY_OUT}"))
     floating = [tensor for tensor in joined if tensor.is_floating_point()]
     low = any(tensor.dtype in LOW_PRECISION for tensor in floating)
     try:
@@ -104,6 +107,42 @@ def _tried(steps: UserSteps, module: Any, run: BatchRun, is_tuple: bool, *, comp
     except Exception as error:
         forget_failed_backward()
         return _unknown(Unknown.MEETS_AGAIN, f"it raises {type(error).__name__}: {error}")
+
+
+def mean_and_whole(steps: UserSteps, module: Any, run: BatchRun, is_tuple: bool) -> tuple[float, float] | None:
+    """The mean of the losses of the micro-batches that are trained, and the batch's loss, where they differ.
+
+    On the last stage in a rehearsal, from the outputs of ``run``. None also where that is not known.
+    """
+    try:
+        with steps.trial():
+            joined = steps.join(run, trains=False)
+            sizes = [micro_batch.size for micro_batch in run.trained_as]
+            rows = _rows_of(run, joined, sizes)
+            parts = run.micro_batches if rows is None else run.trained_as
+            outputs = _outputs_of_parts(run, joined) if rows is None else _with_shared(joined, rows)
+            draws, traces = _Draws(run.whole.seed), StepTraces(steps, module)
+            with draws:
+                whole = steps.try_once(run.whole, joined, is_tuple)
+            traces.taken()
+            alike = [dataclasses.replace(each, seed=run.whole.seed) for each in parts]
+            pieces = _tried_parts(steps, draws, alike, outputs, is_tuple, lambda part: traces.note(part.size))
+            traces.taken()
+    except Exception:  # what fails in the step itself is told where it is trained
+        forget_failed_backward()
+        return None
+    if isinstance(pieces, Finding):
+        return None
+    mean = sum(piece.loss * part.size for piece, part in zip(pieces, parts, strict=True)) / run.whole.size
+    low = any(tensor.dtype in LOW_PRECISION for tensor in joined)
+    if abs(mean - whole.loss) <= (LOW_TOLERANCE if low else MEAN_TOLERANCE) * max(abs(whole.loss), abs(mean)):
+        return None
+    return mean, whole.loss
+
+
+def _with_shared(joined: tuple[Tensor, ...], rows: Sequence[Sequence[Tensor | None]]) -> list[tuple[Tensor, ...]]:
+    """The outputs of parts: their rows, and what all of them share."""
+    return [tuple(tensor if row is None else row for tensor, row in zip(joined, own, strict=True)) for own in rows]
 
 
 def _unknown(kind: Unknown, why: str, **known: Any) -> Finding:
@@ -176,6 +215,12 @@ def _compared(
     losses = numpy.array([piece.loss for piece in pieces])
     fitting = frozenset(
         key for key, values in weights.items() if fits(factors, losses, whole.loss, values, key, tolerance)
+    )
+    fitting = frozenset(
+        key
+        for key in fitting
+        if (factors_of_key := normalized(weights[key], key)) is not None
+        and shared_gradients_fit(whole, pieces, run.dims, factors_of_key, tolerance)
     )
     if not fitting:
         return Finding(why_not=UNEXPLAINED, relative_error=error)
@@ -296,10 +341,7 @@ def _as_trained(
     if outputs is None or gradients is None:
         return fitting, []
     alike = [dataclasses.replace(each, seed=run.whole.seed) for each in run.trained_as]
-    own = [
-        tuple(tensor if row is None else row for tensor, row in zip(joined, rows, strict=True)) for rows in outputs
-    ]
-    pieces = _tried_parts(steps, draws, alike, own, is_tuple)
+    pieces = _tried_parts(steps, draws, alike, _with_shared(joined, outputs), is_tuple)
     if isinstance(pieces, Finding):
         return pieces
     error = _error_of_mean(whole, pieces, sizes)
@@ -459,10 +501,7 @@ def _rows_of(
 
 
 def _outputs_of_parts(run: BatchRun, joined: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
-    return [
-        tuple(own if piece is None else piece for own, piece in zip(joined, pieces, strict=True))
-        for pieces in run.cut(joined)
-    ]
+    return _with_shared(joined, run.cut(joined))
 
 
 def _raised_by_parts(

@@ -446,6 +446,15 @@ class UserSteps:
         return tensors[0] if len(tensors) == 1 else tensors
 
     def _inputs_of_pieces(self, run: BatchRun, *, is_last_stage: bool) -> list[tuple[Tensor, ...]]:
+        try:
+            return self._cut_inputs(run, is_last_stage=is_last_stage)
+        except (ValueError, self._error):
+            if not run.may_be_fed_apart:
+                raise
+        run.is_fed_apart = True
+        return [as_tuple(self.inputs(each, is_last_stage=is_last_stage)) for each in run.micro_batches]
+
+    def _cut_inputs(self, run: BatchRun, *, is_last_stage: bool) -> list[tuple[Tensor, ...]]:
         whole = as_tuple(self.inputs(run.whole, is_last_stage=is_last_stage))
         if len(run.micro_batches) == 1:
             return [whole]
@@ -461,7 +470,7 @@ class UserSteps:
         except ValueError as error:
             if was_known:  # it may pass on other shapes now
                 del self._shapes_of_pieces[key]
-                return self._inputs_of_pieces(run, is_last_stage=is_last_stage)
+                return self._cut_inputs(run, is_last_stage=is_last_stage)
             if isinstance(error, SamplesSelectedError) and self.rehearsing:
                 raise
             raise self._error(f"{first.step}: {error}") from None
@@ -983,7 +992,7 @@ class UserSteps:
                 self._check_logs(micro_batch)
             if micro_batch.share == 0.0:
                 return _nothing_of(outputs)
-            other = self._other_weight(loss, ends) if micro_batch.place == 0 else None
+            other = self._other_weight(loss, ends, outputs) if micro_batch.place == 0 else None
             if other is not None:
                 raise self._error(loss_depends_on_weights(micro_batch.step, self.call.called, other))
             return loss.reshape(()) * micro_batch.loss_scale
@@ -996,10 +1005,10 @@ class UserSteps:
             )
         return torch.zeros((), device=self._module.device)
 
-    def _other_weight(self, loss: Tensor, ends: Collection[Any]) -> str | None:
+    def _other_weight(self, loss: Tensor, ends: Collection[Any], outputs: Any) -> str | None:
         """The name of a weight that the loss depends on otherwise than by the layers, and that nobody trains."""
         if self._is_cut:
-            return other_weight(self._module, loss, ends)
+            return other_weight(self._module, loss, ends, returned=tensors_of(outputs))
         pipeline = pipeline_of(self._module)
         if pipeline is None:
             return None

@@ -880,6 +880,145 @@ class Auxiliary(Layers):
         return F.cross_entropy(logits, batch[1]) + 0.1 * auxiliary
 
 
+class Towers(pl.LightningModule):
+    """Two towers and a temperature that is learned, as forward() of CLIP returns them. It was refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(*(self.net() for _ in range(2)))
+        self.right = nn.Sequential(*(self.net() for _ in range(2)))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    @staticmethod
+    def net() -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(cases.NUM_FEATURES, 2 * cases.WIDTH), nn.GELU(), nn.Linear(2 * cases.WIDTH, 8)
+        )
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor) -> Any:
+        return F.normalize(self.left(x), dim=-1), F.normalize(self.right(z), dim=-1), self.scale.exp()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, _ = batch
+        u, v, scale = self(x, x.flip(-1) + 0.1)
+        logits, labels = scale * u @ v.t(), torch.arange(len(x))
+        loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.t(), labels)) / 2
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, _ = batch
+        u, v, scale = self(x, x.flip(-1) + 0.1)
+        self.log("val_loss", F.cross_entropy(scale * u @ v.t(), torch.arange(len(x))))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class WithScale(nn.Module):
+    """Returns a weight itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([0.5]))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, self.scale
+
+
+class Scaled(Layers):
+    """Named layers, the last of which returns a weight, in a loss that compares samples."""
+
+    end = WithScale
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = self.end()
+
+    def pipeline_layers(self) -> list[Any]:
+        return [*super().pipeline_layers(), self.last]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.last(super().forward(x))
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        z, scale = self(batch[0])
+        z = F.normalize(z, dim=-1)
+        return F.cross_entropy(scale.sum().exp() * z @ z.flip(-1).t(), torch.arange(len(z)))
+
+
+class ScaledMean(Scaled):
+    """The same in a mean over samples. It was refused: "the loss depends on weights in other ways"."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        logits, scale = self(batch[0])
+        return F.cross_entropy(scale.exp() * logits, batch[1]) + 0.1 * scale.square().sum()
+
+
+class WithSize(nn.Module):
+    """Returns a number that grows with the samples, which micro-batches of one size do not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, self.scale * len(x)
+
+
+class SizedScale(Scaled):
+    end = WithSize
+
+
+class Weighed(pl.LightningModule):
+    """Two losses with weights that are learned (Kendall et al.), which forward() returns. It was refused."""
+
+    reduction = "mean"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Linear(cases.NUM_FEATURES, cases.NUM_FEATURES) for _ in range(5)))
+        self.classes = nn.Linear(cases.NUM_FEATURES, cases.NUM_CLASSES)
+        self.value = nn.Linear(cases.NUM_FEATURES, 1)
+        self.log_vars = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = torch.tanh(self.body(x))
+        return self.classes(h), self.value(h), self.log_vars
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        logits, value, log_vars = self(x)
+        terms = torch.stack(
+            [
+                F.cross_entropy(logits, y, reduction=self.reduction),
+                F.mse_loss(value[:, 0], y.float(), reduction=self.reduction),
+            ]
+        )
+        loss = (torch.exp(-log_vars) * terms).sum() + log_vars.sum()
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class WeighedSums(Weighed):
+    """Zeros at first, by which the losses of micro-batches add up to the batch's, and their gradients do not."""
+
+    reduction = "sum"
+
+
+def found_layers(host: Host, build: Callable[[], Any], num: int = 54, **arguments: Any) -> dict[str, Any]:
+    strategy = {"algorithm": "madpipe", **arguments.pop("strategy", {})}
+    return fitted(host, build, labelled(num), strategy=strategy, **arguments)
+
+
+def ending_in(host: Host, build: Callable[[], Any], **arguments: Any) -> dict[str, Any]:
+    strategy = {"algorithm": [0, 4, 9], **arguments.pop("strategy", {})}
+    return fitted(host, build, labelled(54), strategy=strategy, **arguments)
+
+
 def with_auxiliary(host: Host, loss: str) -> dict[str, Any]:
     return fitted(host, Auxiliary, labelled(32), max_epochs=1, strategy={"loss": loss, "algorithm": [0, 4, 9]})
 
@@ -1073,6 +1212,18 @@ def losses(host: Host) -> dict[str, Any]:
         "other class weights": lambda: fitted(host, Reweighted, labelled(54)),
         "contrastive": lambda: fitted(host, Contrastive, labelled(54), labelled(21, 3)),
         "summed": lambda: fitted(host, Summed, labelled(54), labelled(21, 3)),
+        "towers": lambda: found_layers(host, Towers, validation=labelled(21, 3)),
+        "towers, accumulated": lambda: found_layers(host, Towers, accumulate_grad_batches=3),
+        "scaled by a weight": lambda: ending_in(host, Scaled, validation=labelled(21, 3)),
+        "scaled mean": lambda: ending_in(host, ScaledMean, validation=labelled(21, 3)),
+        "scaled mean, whole": lambda: ending_in(host, ScaledMean, strategy={"num_micro_batches": 1}),
+        "weighed": lambda: found_layers(host, Weighed),
+        "weighed, whole": lambda: found_layers(host, Weighed, strategy={"num_micro_batches": 1}),
+        "weighed, mean": lambda: found_layers(host, Weighed, 64, strategy={"loss": "mean"}),
+        "weighed, in twos": lambda: found_layers(host, Weighed, 12, batch_size=2),
+        "weighed, in fours": lambda: found_layers(host, Weighed, 24, batch_size=4),
+        "weighed sums": lambda: found_layers(host, WeighedSums),
+        "auxiliary, whole": lambda: ending_in(host, Auxiliary, strategy={"num_micro_batches": 1}),
         "complex": lambda: fitted(host, Complex, labelled(54), labelled(21, 3)),
         "complex, of a batch": lambda: fitted(host, ComplexRoots, labelled(54)),
         "divided": lambda: fitted(host, Divided, labelled(54), labelled(21, 3)),
@@ -1274,6 +1425,7 @@ def planned(host: Host) -> dict[str, Any]:
         "selected later": refused(lambda: fitted(host, Selecting, later_chosen(64, 32), max_epochs=1)),
         "without a trial": refused(lambda: with_auxiliary(host, "auto")),
         "accepted": with_auxiliary(host, "mean")["found"]["once"],
+        "sized": refused(lambda: ending_in(host, SizedScale, strategy={"loss": "batch"}, max_epochs=1)),
         "raising otherwise": refused(lambda: fitted(host, RatedByBatches, labelled(32), max_epochs=1)),
         "raising for batches": refused(lambda: fitted(host, RaisingForBatches, labelled(32), max_epochs=1)),
         "returned peak": refused(lambda: fitted(host, ReturnsPeak, labelled(32), max_epochs=1)),
@@ -1306,5 +1458,20 @@ def replicated(host: Host) -> dict[str, Any]:
     return found
 
 
+def means(host: Host) -> dict[str, Any]:
+    """The mean that is asked for, beside the loss of the batch, of losses that differ and that do not."""
+    mean = {"loss": "mean"}
+    runs = {
+        "contrastive": fitted(host, Contrastive, labelled(32), max_epochs=1, strategy=mean),
+        "auto": fitted(host, Contrastive, labelled(32), max_epochs=1),
+        "towers": found_layers(host, Towers, 32, max_epochs=1, strategy=mean),
+        "divided": fitted(host, Divided, labelled(32), max_epochs=1, strategy=mean),
+        "weighed": found_layers(host, Weighed, 32, max_epochs=1, strategy=mean),
+        "auxiliary": with_auxiliary(host, "mean"),
+        "selecting": fitted(host, Selecting, later_chosen(32, 0), max_epochs=1, strategy=mean),
+    }
+    return {name: {**run["found"], "first": run["record"]["rows"][0][1]} for name, run in runs.items()}
+
+
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [losses, low], 4: [replicated]}
-ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [turned, planned], 4: []}
+ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [turned, planned, means], 4: []}
