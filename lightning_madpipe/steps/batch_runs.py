@@ -317,6 +317,17 @@ def dims_of_outputs(outputs: Sequence[Tensors], sizes: Sequence[int], known: Dim
     return tuple(dims)
 
 
+def dims_by_whole(whole: Sequence[tuple[int, ...]], piece: Sequence[tuple[int, ...]]) -> Dims | None:
+    """The dimension of each output that grows with the samples, by its shapes for a batch and for a part of it.
+
+    None where they differ otherwise.
+    """
+    if len(whole) != len(piece):
+        return None
+    dims = tuple(_only_difference([of_whole, of_piece]) for of_whole, of_piece in zip(whole, piece, strict=True))
+    return None if any(dim is not None and dim < 0 for dim in dims) else dims
+
+
 def _are_equal(one: Tensor, other: Tensor) -> bool:
     """Whether all numbers of two tensors of one shape are the same; NaN is NaN."""
     if torch.equal(one, other):

@@ -157,6 +157,8 @@ class LossOfBatches:
     _num_rests: int = 0
     """Trials for which a pipeline that never drains came to rest, beside the regular ones."""
     _told: set[str] = field(default_factory=set)
+    _has_run_whole: bool = False
+    """Whether a batch has gone through the layers as one."""
 
     def prepare(self, window: Sequence[BatchRun]) -> None:
         """Say, before a step, of each of its batches how it gets its loss. Collective over the job."""
@@ -186,6 +188,7 @@ class LossOfBatches:
             found = mean_and_whole(self.steps, self.module, tried, is_tuple)
 
         trial.asks = ask
+        self._learn_dims(run, trial)
         if self.forward(trial) is not None:  # the layers may take these sizes alone, or fail in training, too
             return
         gathered = gather_objects((found, trial.is_fed_apart))
@@ -338,6 +341,7 @@ class LossOfBatches:
             self._found = try_batch(self.steps, self.module, tried, is_tuple, compares=compares)
 
         trial.asks = ask
+        self._learn_dims(run, trial)
         reason = self.forward(trial)
         if reason is not None:
             self._refuse_sizes(run, trial, reason)
@@ -351,6 +355,20 @@ class LossOfBatches:
             peak_bytes=findings[0].loss_bytes,
         )
         return findings
+
+    def _learn_dims(self, run: BatchRun, trial: BatchRun) -> None:
+        """See on the batch as one which dimension of outputs grows with the samples. Collective.
+
+        Where batches are small, micro-batches that are tried are all of one size, and do not show it.
+        """
+        is_of_one_size = len(trial.sizes) > 1 and len(set(trial.sizes)) == 1
+        unknown = self.engine.is_last_stage() and not self.steps.knows_dims(run.whole.step)
+        if self._has_run_whole or not self._on_any([is_of_one_size and unknown])[0]:
+            return
+        self._has_run_whole = True
+        whole = BatchRun([replace(run.whole)], run.whole, run.tensors)
+        whole.runs_once, whole.asks = True, lambda run, _: self.steps.note_whole(run)
+        self.forward(whole)  # where it fails, they are guessed
 
     def _refuse_sizes(self, run: BatchRun, trial: BatchRun, reason: str) -> None:
         """Refuse layers that can run the micro-batches of a batch, and not those of other sizes. Collective.

@@ -33,6 +33,7 @@ from lightning_madpipe.steps.batch_runs import (
     SamplesSelectedError,
     as_tuple,
     cut_inputs,
+    dims_by_whole,
     rows_of_inputs,
     writable,
 )
@@ -156,6 +157,8 @@ class UserSteps:
         self.told_metrics = ToldMetrics(module, self._say)
         self._shapes_of_pieces: dict[Any, list[tuple[int, ...]]] = {}
         self._dims: dict[str, Dims] = {}
+        self._shapes_of_whole: dict[str, tuple[int, list[tuple[int, ...]]]] = {}
+        """The samples of a batch that went through the layers as one, and the shapes of its outputs, by step."""
         self._dims_of_inputs: dict[str, list[tuple[int, int] | None]] = {}
         """What :func:`rows_of_inputs` has said last, of each step."""
         self._told: set[str] = set()
@@ -739,10 +742,24 @@ class UserSteps:
             ValueError: they cannot be joined.
         """
         step = run.micro_batches[0].step
+        if step not in self._dims and len(run.sizes) > 1 and step in self._shapes_of_whole:
+            size, shapes = self._shapes_of_whole[step]
+            piece = [tuple(output.shape) for output in run.outputs[0]]
+            dims = dims_by_whole(shapes, piece) if run.sizes[0] < size else None
+            if dims is not None:
+                self._dims[step] = dims
         joined = run.join(self._dims.get(step), trains=trains)
         if len(set(run.sizes)) > 1:
             self._dims[step] = run.dims  # seen, where micro-batches of one size show nothing
         return joined
+
+    def knows_dims(self, step: str) -> bool:
+        """Whether it is known how the outputs for a step grow with the samples, on the last stage."""
+        return step in self._dims
+
+    def note_whole(self, run: BatchRun) -> None:
+        """Note the shapes of outputs for a batch that went through the layers as one."""
+        self._shapes_of_whole[run.whole.step] = run.whole.size, [tuple(each.shape) for each in run.outputs[0]]
 
     @contextmanager
     def trial(self) -> Iterator[None]:
