@@ -35,9 +35,9 @@ def loss_depends_on_weights(step: str, called: str, name: str) -> str:
     return (
         f"the loss of {step} depends on weights in other ways than through {called} ({name}), such as by a "
         "penalty, or by weights of its terms that are learned, or by a head that was not called at first, and no "
-        "rank has all: use weight_decay; let layers return what the loss needs, as in `return out, self.log_vars` "
-        "in forward(): call a module that has weights, such as a projector, there, and a head that takes labels by "
-        "calling it there and self(x, y) in the step; or call all heads for each batch and choose by torch.where"
+        "rank has all: use weight_decay; let layers return what it needs, as in `return out, self.log_vars` in "
+        "forward(): call there a module that has weights, such as a projector, and a head that takes labels (with "
+        "self(x, y) in the step); or call all heads for each batch and choose by torch.where"
     )
 
 
