@@ -64,10 +64,6 @@ class BatchRun:
     """Whether the step runs on the whole batch; else on each micro-batch."""
     asks: Callable[[BatchRun, bool], None] | None = None
     """What to call instead of the step where the loss is tried, with this batch and whether outputs are tuples."""
-    may_be_fed_apart: bool = False
-    """Whether layers may get what the step passes for each micro-batch where that for the batch cannot be cut."""
-    is_fed_apart: bool = False
-    """Whether they did, on the first stage: their outputs need not be in the order of those of the batch."""
     trained_as: list[MicroBatch] = field(default_factory=list)
     """Where the loss is tried, the micro-batches that the batch is trained in, which may be of other sizes."""
     inputs: list[Any] = field(default_factory=list)
@@ -309,23 +305,35 @@ def dims_of_outputs(outputs: Sequence[Tensors], sizes: Sequence[int], known: Dim
         if dim is None and len(sizes) == 1 and shapes[0]:
             dim = 0
         if dim is None and not all(_are_equal(same[0], tensor) for tensor in same[1:]):
-            raise ValueError(
-                f"output {place} of forward(), of shape {shapes[0]}, differs between micro-batches and has no "
-                f"dimension that counts the samples{OF_A_LOSS * (not shapes[0])}{ONE_PER_SAMPLE}: {WAY_OUT}"
-            )
+            raise ValueError(_without_samples(place, shapes[0], "micro-batches"))
         dims.append(dim)
     return tuple(dims)
 
 
-def dims_by_whole(whole: Sequence[tuple[int, ...]], piece: Sequence[tuple[int, ...]]) -> Dims | None:
-    """The dimension of each output that grows with the samples, by its shapes for a batch and for a part of it.
+def dims_by_whole(whole: Sequence[Tensor], piece: Sequence[Tensor]) -> Dims | None:
+    """The dimension of each output that grows with the samples, by those for a batch and for a part of it.
 
-    None where they differ otherwise.
+    None where shapes differ otherwise.
+
+    Raises:
+        ValueError: one that has no such dimension is another for the batch.
     """
     if len(whole) != len(piece):
         return None
-    dims = tuple(_only_difference([of_whole, of_piece]) for of_whole, of_piece in zip(whole, piece, strict=True))
-    return None if any(dim is not None and dim < 0 for dim in dims) else dims
+    dims = tuple(_only_difference([one.shape, other.shape]) for one, other in zip(whole, piece, strict=True))
+    if any(dim is not None and dim < 0 for dim in dims):
+        return None
+    for place, (dim, one, other) in enumerate(zip(dims, whole, piece, strict=True)):
+        if dim is None and not _are_equal(one, other):
+            raise ValueError(_without_samples(place, tuple(one.shape), "a batch and its micro-batches"))
+    return dims
+
+
+def _without_samples(place: int, shape: tuple[int, ...], between: str) -> str:
+    return (
+        f"output {place} of forward(), of shape {shape}, differs between {between} and has no dimension that "
+        f"counts the samples{OF_A_LOSS * (not shape)}{ONE_PER_SAMPLE}: {WAY_OUT}"
+    )
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:

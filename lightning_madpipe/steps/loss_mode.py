@@ -73,7 +73,7 @@ from lightning_madpipe.steps.losses import (
 )
 from lightning_madpipe.steps.step_results import RULES, does_with
 from lightning_madpipe.steps.step_runs import draws_in_words
-from lightning_madpipe.steps.trials import mean_and_whole, try_batch
+from lightning_madpipe.steps.trials import try_batch
 from lightning_madpipe.steps.user_step import SKIPPING
 from lightning_madpipe.steps.what_steps_leave import said
 
@@ -92,10 +92,10 @@ DECIDED_BY = (
     "of which decides by its own: in batches where these are on two sides, what it leaves is not that of one "
     "process. MadPipeStrategy(loss='batch') runs it once per batch"
 )
-MEAN_DIFFERS = (
-    "with loss='mean' the loss of the first batch is {mean:.6g}, the mean of the losses of its micro-batches, and "
-    "{whole:.6g} on the whole batch, as in one process: it compares samples, or weighs them otherwise, and "
-    "another loss is trained than there. loss='auto' trains that of the batch"
+MEAN_AS_ASKED_FOR = (
+    "loss='mean': the loss of a batch is the mean of those of its {number} micro-batches, as asked for. Where the "
+    "loss compares samples, or weighs them (contrastive losses, labels of -100), this is another loss than in one "
+    "process"
 )
 FOR_MEMORY = ("OutOfMemoryError", "MemoryError", "out of memory")
 SAME = 1e-7
@@ -171,32 +171,10 @@ class LossOfBatches:
                 is_last = not self.engine.runs_lists or self._never_drains
                 self._try_where_needed(window, flushes, is_last=is_last)
             self._give_losses(window)
-        elif self.num_micro_batches > 1 and self._num_steps == 1:
-            self._compare_mean(window[0])
+        elif self.num_micro_batches > 1:
+            self._tell(MEAN_AS_ASKED_FOR.format(number=self.num_micro_batches), key="mean")
         self.engine.flushes = flushes if self.once else None
         self._watch()
-
-    def _compare_mean(self, run: BatchRun) -> None:
-        """Say where the mean that was asked for is another loss than that of the batch. Collective."""
-        trial = self.again(run, True)
-        trial.runs_once = trial.may_be_fed_apart = True
-        trial.trained_as = run.micro_batches
-        found: tuple[float, float] | None = None
-
-        def ask(tried: BatchRun, is_tuple: bool) -> None:
-            nonlocal found
-            found = mean_and_whole(self.steps, self.module, tried, is_tuple)
-
-        trial.asks = ask
-        self._learn_dims(run, trial)
-        if self.forward(trial) is not None:  # the layers may take these sizes alone, or fail in training, too
-            return
-        gathered = gather_objects((found, trial.is_fed_apart))
-        if any(is_fed_apart for _, is_fed_apart in gathered):
-            return
-        for each, _ in gathered:
-            if each is not None:
-                self._tell(MEAN_DIFFERS.format(mean=each[0], whole=each[1]), key="mean differs")
 
     def look_again(self, window: Sequence[BatchRun]) -> None:
         """Try the batches of a step that was given up for a sign of another loss. Collective over the job."""

@@ -165,7 +165,12 @@ def factors_of(
 def shared_gradients_fit(
     whole: Tried, pieces: Sequence[Tried], dims: Sequence[int | None], factors: Vector, tolerance: float
 ) -> bool:
-    """Whether gradients by outputs that all micro-batches share add up to the batch's, with these factors."""
+    """Whether gradients by outputs that all micro-batches share add up to the batch's, with these factors.
+
+    Those that are nothing beside the other gradients are rounding, as of a bias before a softmax.
+    """
+    norms = [as_real(each.detach()).double().norm() for each in whole.gradients if each is not None]
+    least = tolerance * max(norms, default=torch.zeros((), dtype=torch.double))
     for place, dim in enumerate(dims):
         wanted = whole.gradients[place]
         own = [piece.gradients[place] for piece in pieces]
@@ -179,7 +184,7 @@ def shared_gradients_fit(
         zero = torch.zeros((), dtype=torch.double)
         rest = sum(parts, zero) - (zero if wanted is None else as_real(wanted.detach()).double())
         size = sum((part.norm() for part in parts), zero)
-        if not bool(rest.norm() <= tolerance * size):
+        if not bool(size <= least) and not bool(rest.norm() <= tolerance * size):
             return False
     return True
 

@@ -56,8 +56,6 @@ from lightning_madpipe.steps.user_step import NoLossError, UserSteps
 from lightning_madpipe.steps.what_steps_leave import StepTraces, Trace, differences, has_twins, unlike
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-MEAN_TOLERANCE, LOW_TOLERANCE = 1e-4, 2e-2
-"""The relative differences that rounding may make of a loss, by the precision of the outputs."""
 MOST_QUESTIONS = 16
 """Questions of a batch that are answered otherwise, each of which runs the step again."""
 COMPARES = "it compares samples, or is weighted by more than one thing"
@@ -107,37 +105,6 @@ def _tried(steps: UserSteps, module: Any, run: BatchRun, is_tuple: bool, *, comp
     except Exception as error:
         forget_failed_backward()
         return _unknown(Unknown.MEETS_AGAIN, f"it raises {type(error).__name__}: {error}")
-
-
-def mean_and_whole(steps: UserSteps, module: Any, run: BatchRun, is_tuple: bool) -> tuple[float, float] | None:
-    """The mean of the losses of the micro-batches that are trained, and the batch's loss, where they differ.
-
-    On the last stage in a rehearsal, from the outputs of ``run``. None also where that is not known.
-    """
-    try:
-        with steps.trial():
-            joined = steps.join(run, trains=False)
-            sizes = [micro_batch.size for micro_batch in run.trained_as]
-            rows = _rows_of(run, joined, sizes)
-            parts = run.micro_batches if rows is None else run.trained_as
-            outputs = _outputs_of_parts(run, joined) if rows is None else _with_shared(joined, rows)
-            draws, traces = _Draws(run.whole.seed), StepTraces(steps, module)
-            with draws:
-                whole = steps.try_once(run.whole, joined, is_tuple)
-            traces.taken()
-            alike = [dataclasses.replace(each, seed=run.whole.seed) for each in parts]
-            pieces = _tried_parts(steps, draws, alike, outputs, is_tuple, lambda part: traces.note(part.size))
-            traces.taken()
-    except Exception:  # what fails in the step itself is told where it is trained
-        forget_failed_backward()
-        return None
-    if isinstance(pieces, Finding):
-        return None
-    mean = sum(piece.loss * part.size for piece, part in zip(pieces, parts, strict=True)) / run.whole.size
-    low = any(tensor.dtype in LOW_PRECISION for tensor in joined)
-    if abs(mean - whole.loss) <= (LOW_TOLERANCE if low else MEAN_TOLERANCE) * max(abs(whole.loss), abs(mean)):
-        return None
-    return mean, whole.loss
 
 
 def _with_shared(joined: tuple[Tensor, ...], rows: Sequence[Sequence[Tensor | None]]) -> list[tuple[Tensor, ...]]:

@@ -157,8 +157,8 @@ class UserSteps:
         self.told_metrics = ToldMetrics(module, self._say)
         self._shapes_of_pieces: dict[Any, list[tuple[int, ...]]] = {}
         self._dims: dict[str, Dims] = {}
-        self._shapes_of_whole: dict[str, tuple[int, list[tuple[int, ...]]]] = {}
-        """The samples of a batch that went through the layers as one, and the shapes of its outputs, by step."""
+        self._of_whole: dict[str, tuple[int, list[Tensor]]] = {}
+        """The samples of a batch that went through the layers as one, and its outputs, by step."""
         self._dims_of_inputs: dict[str, list[tuple[int, int] | None]] = {}
         """What :func:`rows_of_inputs` has said last, of each step."""
         self._told: set[str] = set()
@@ -449,15 +449,6 @@ class UserSteps:
         return tensors[0] if len(tensors) == 1 else tensors
 
     def _inputs_of_pieces(self, run: BatchRun, *, is_last_stage: bool) -> list[tuple[Tensor, ...]]:
-        try:
-            return self._cut_inputs(run, is_last_stage=is_last_stage)
-        except (ValueError, self._error):
-            if not run.may_be_fed_apart:
-                raise
-        run.is_fed_apart = True
-        return [as_tuple(self.inputs(each, is_last_stage=is_last_stage)) for each in run.micro_batches]
-
-    def _cut_inputs(self, run: BatchRun, *, is_last_stage: bool) -> list[tuple[Tensor, ...]]:
         whole = as_tuple(self.inputs(run.whole, is_last_stage=is_last_stage))
         if len(run.micro_batches) == 1:
             return [whole]
@@ -473,7 +464,7 @@ class UserSteps:
         except ValueError as error:
             if was_known:  # it may pass on other shapes now
                 del self._shapes_of_pieces[key]
-                return self._cut_inputs(run, is_last_stage=is_last_stage)
+                return self._inputs_of_pieces(run, is_last_stage=is_last_stage)
             if isinstance(error, SamplesSelectedError) and self.rehearsing:
                 raise
             raise self._error(f"{first.step}: {error}") from None
@@ -742,10 +733,9 @@ class UserSteps:
             ValueError: they cannot be joined.
         """
         step = run.micro_batches[0].step
-        if step not in self._dims and len(run.sizes) > 1 and step in self._shapes_of_whole:
-            size, shapes = self._shapes_of_whole[step]
-            piece = [tuple(output.shape) for output in run.outputs[0]]
-            dims = dims_by_whole(shapes, piece) if run.sizes[0] < size else None
+        if step not in self._dims and len(run.sizes) > 1 and step in self._of_whole:
+            size, whole = self._of_whole.pop(step)
+            dims = dims_by_whole(whole, run.outputs[0]) if run.sizes[0] < size else None
             if dims is not None:
                 self._dims[step] = dims
         joined = run.join(self._dims.get(step), trains=trains)
@@ -758,8 +748,8 @@ class UserSteps:
         return step in self._dims
 
     def note_whole(self, run: BatchRun) -> None:
-        """Note the shapes of outputs for a batch that went through the layers as one."""
-        self._shapes_of_whole[run.whole.step] = run.whole.size, [tuple(each.shape) for each in run.outputs[0]]
+        """Note the outputs for a batch that went through the layers as one, until they are joined once."""
+        self._of_whole[run.whole.step] = run.whole.size, [each.detach() for each in run.outputs[0]]
 
     @contextmanager
     def trial(self) -> Iterator[None]:

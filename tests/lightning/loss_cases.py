@@ -1213,7 +1213,7 @@ def losses(host: Host) -> dict[str, Any]:
         "contrastive": lambda: fitted(host, Contrastive, labelled(54), labelled(21, 3)),
         "summed": lambda: fitted(host, Summed, labelled(54), labelled(21, 3)),
         "towers": lambda: found_layers(host, Towers, validation=labelled(21, 3)),
-        "towers, accumulated": lambda: found_layers(host, Towers, accumulate_grad_batches=3),
+        "accumulated towers": lambda: found_layers(host, Towers, accumulate_grad_batches=3),
         "scaled by a weight": lambda: ending_in(host, Scaled, validation=labelled(21, 3)),
         "scaled mean": lambda: ending_in(host, ScaledMean, validation=labelled(21, 3)),
         "scaled mean, whole": lambda: ending_in(host, ScaledMean, strategy={"num_micro_batches": 1}),
@@ -1459,18 +1459,11 @@ def replicated(host: Host) -> dict[str, Any]:
 
 
 def means(host: Host) -> dict[str, Any]:
-    """The mean that is asked for, beside the loss of the batch, of losses that differ and that do not."""
-    mean = {"loss": "mean"}
-    runs = {
-        "contrastive": fitted(host, Contrastive, labelled(32), max_epochs=1, strategy=mean),
-        "auto": fitted(host, Contrastive, labelled(32), max_epochs=1),
-        "towers": found_layers(host, Towers, 32, max_epochs=1, strategy=mean),
-        "divided": fitted(host, Divided, labelled(32), max_epochs=1, strategy=mean),
-        "weighed": found_layers(host, Weighed, 32, max_epochs=1, strategy=mean),
-        "auxiliary": with_auxiliary(host, "mean"),
-        "selecting": fitted(host, Selecting, later_chosen(32, 0), max_epochs=1, strategy=mean),
+    """A loss that compares samples, with the mean that is asked for, and without."""
+    return {
+        name: found_layers(host, Towers, 32, max_epochs=1, strategy={"loss": loss})["found"]
+        for name, loss in {"towers": "mean", "auto": "auto"}.items()
     }
-    return {name: {**run["found"], "first": run["record"]["rows"][0][1]} for name, run in runs.items()}
 
 
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [losses, low], 4: [replicated]}

@@ -457,7 +457,7 @@ def test_a_hook_that_runs_layers_is_told_where_they_run(two: Records) -> None:
     for rank in two.ranks:
         end = rank["told_of_hooks"]["RunsBlocks"]["end"]
         assert end.startswith("ElsewhereError: a hook runs a layer that another rank has (Linear)"), end
-        assert "let a step make what it gives" in end
+        assert "let a step make in one call what it gives" in end
 
 
 # What steps change beside their module
