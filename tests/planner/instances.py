@@ -160,7 +160,7 @@ def instances(draw: st.DrawFn) -> tuple[Chain, Platform]:
     """Any floats and sizes; memory from far too little to plenty."""
     size = draw(st.integers(1, 9))
     made = chain(
-        [draw(times) for _ in range(size - 1)] + [draw(st.floats(1e-6, 10))],
+        [draw(times) for _ in range(size - 1)] + [draw(st.floats(2e-6, 10))],
         [draw(times) for _ in range(size)],
         weights=[draw(sizes) for _ in range(size)],
         outputs=[draw(sizes) for _ in range(size)],
