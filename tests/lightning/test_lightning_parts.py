@@ -791,7 +791,7 @@ def test_a_head_that_takes_labels_is_told_the_way_that_trains() -> None:
     """The way out of a margin softmax beside self() was one that its program did not see how to take."""
     sentence = loss_depends_on_weights("training_step", "self()", "head.weight")
     assert "a head that takes labels (with self(x, y) in the step)" in sentence
-    assert "call a module that has weights, such as a projector, within forward()" in sentence
+    assert "call there a module that has weights, such as a projector" in sentence
 
 
 class Graph:
