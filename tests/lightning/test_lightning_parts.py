@@ -39,7 +39,7 @@ from lightning_madpipe.module import OUTSIDE_A_STEP, find_layers, frozen_in_one_
 from lightning_madpipe.planning import why_left_out
 from lightning_madpipe.settings import checked_settings
 from lightning_madpipe.steps import step_runs
-from lightning_madpipe.steps.batch_runs import BatchRun
+from lightning_madpipe.steps.batch_runs import BatchRun, dims_by_whole
 from lightning_madpipe.steps.batches import (
     UncutBatchError,
     batch_size_of,
@@ -785,6 +785,14 @@ def test_a_batch_that_is_an_object_is_told_what_to_return() -> None:
         batch_size_of(Graphs())
     with pytest.raises(UncutBatchError, match=r"cut into micro-batches; or MadPipeStrategy"):
         batch_size_of({"size": 3})
+
+
+def test_a_number_that_grows_with_a_small_batch_is_no_number_of_weights() -> None:
+    """`scale * len(x)` is alike in micro-batches of one size: half of what it is for the batch."""
+    scale = torch.tensor(0.5)
+    assert dims_by_whole((torch.zeros(2, 3), scale), (torch.zeros(1, 3), scale)) == (0, None)
+    with pytest.raises(ValueError, match=r"output 1 .* differs between a batch and its micro-batches .*expand"):
+        dims_by_whole((torch.zeros(2, 3), 2 * scale), (torch.zeros(1, 3), scale))
 
 
 def test_a_head_that_takes_labels_is_told_the_way_that_trains() -> None:
