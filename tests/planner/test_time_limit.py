@@ -121,7 +121,7 @@ def test_a_search_keeps_its_limit(num_micro_batches):
     assert replay(plan, made).violations == ()
 
 
-@pytest.mark.parametrize(("m", "least", "most"), [(None, 60, 60), (4, 60, 60), (30_000, 37, 40), (10**6, 30, 30)])
+@pytest.mark.parametrize(("m", "least", "most"), [(None, 60, 60), (4, 60, 60), (30_000, 45, 46), (10**6, 30, 30)])
 def test_a_search_leaves_time_for_the_replay(m, least, most):
     """A step of 524,288 forwards and backwards ended 27 s after a limit of 60 s: most of that was the replay.
 
