@@ -18,13 +18,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from deepspeed_partition.engine import PipelineModule
-from deepspeed_partition.engine.pipeline import data_draws, drawing_layers, drawn_weights
+from deepspeed_partition.engine.pipeline import both_ends, data_draws, drawing_layers, drawn_weights
 from deepspeed_partition.engine.runtime import environment
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.warmup import run_plan
 from tests.engine import plans
 from tests.engine.pipelines import WIDTH, loss_fn, mlp, two_groups
-from tests.engine.running import batches, cut, planned, same, start
+from tests.engine.running import NUM_MICRO_BATCHES, batches, cut, planned, same, start
 from tests.engine.strangers_cases import said_here
 
 NUM_STEPS = 5
@@ -263,6 +263,51 @@ def a_shuffle_that_seeds_decide_is_said(_: Path) -> None:
             same(*losses)
 
 
+def other_data_at_both_ends_are_said(_: Path) -> None:
+    """Each rank shuffled by its own numbers, inputs met the labels of other samples, and nothing was said."""
+    inputs, labels = zip(*[item for batch in batches(2) for item in batch], strict=True)
+    samples = list(zip(torch.cat(inputs), torch.cat(labels), strict=True))
+
+    def shuffled(seed: int) -> Iterator[Any]:
+        generator = torch.Generator().manual_seed(seed)
+        return iter(RepeatingLoader(DataLoader(samples, batch_size=4, shuffle=True, generator=generator)))  # type: ignore[arg-type]
+
+    def with_zeros(rank: int) -> Iterator[Any]:
+        for x, y in shuffled(rank):
+            yield (x, torch.zeros_like(y)) if rank == 0 else (torch.zeros_like(x), y)
+
+    def with_noise(rank: int) -> Iterator[Any]:
+        generator = torch.Generator().manual_seed(rank)
+        for x, y in shuffled(0):
+            yield x + torch.randn(x.shape, generator=generator), y
+
+    def later(rank: int) -> Iterator[Any]:
+        same, other = shuffled(0), shuffled(rank + 1)
+        yield from (next(same) for _ in range(3 * NUM_MICRO_BATCHES))
+        yield from other
+
+    both = plans.plan_of(
+        plans.chain_of(8), plans.platform_of(2), [0, 3, 6, 8], (0, 1, 0), orders=plans.depth_first((0, 1, 0), 4, 3)
+    )
+    for make, place, is_said in (
+        (shuffled, [0, 3, 8], True), (later, [0, 3, 8], True), (lambda _: shuffled(0), [0, 3, 8], False),
+        (with_zeros, [0, 3, 8], False), (with_noise, [0, 3, 8], False), (shuffled, both, False),
+    ):  # fmt: skip
+        said: list[str] = []
+        with patch.object(both_ends, "warn_once", lambda _, line: said.append(line)):  # noqa: B023
+            engine, _, _ = start(mlp(), [0, 3, 8], optimizer=two_groups)
+            if place is both:
+                engine.recut(both)
+            data = make(engine.global_rank)
+            for _ in range(NUM_STEPS):
+                engine.train_batch(data)
+        words = "rank 0 reads other micro-batches for the first stage than rank 1 for the last one"
+        assert [sum(words in line for line in lines) for lines in gather_objects(said)] == [is_said] * 2, (
+            make,
+            said,
+        )
+
+
 def draws_between_steps_of_a_rank_that_reads_no_more_are_said(_: Path) -> None:
     """Rank 1 had read until its last stage moved, and its program drew other numbers from then on, in silence."""
     inputs, labels = zip(*[item for batch in batches(2) for item in batch], strict=True)
@@ -338,6 +383,7 @@ def weights_that_specs_draw_are_told_where_they_may_be_others(_: Path) -> None:
 
 
 CASES = [
+    other_data_at_both_ends_are_said,
     weights_that_specs_draw_are_told_where_they_may_be_others,
     draws_between_steps_of_a_rank_that_reads_no_more_are_said,
     a_shuffle_that_seeds_decide_is_said,

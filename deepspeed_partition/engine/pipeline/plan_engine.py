@@ -30,6 +30,7 @@ from deepspeed_partition.engine.pipeline.batch_attempt import Batch
 from deepspeed_partition.engine.pipeline.batch_programs import program_of
 from deepspeed_partition.engine.pipeline.batch_state import BatchData, BatchState, BegunWhenRead
 from deepspeed_partition.engine.pipeline.beside_layers import name_of
+from deepspeed_partition.engine.pipeline.both_ends import BothEnds
 from deepspeed_partition.engine.pipeline.boundary_engine import AnyBoundaryEngine
 from deepspeed_partition.engine.pipeline.data_draws import DataDraws
 from deepspeed_partition.engine.pipeline.drawing_layers import draws_told
@@ -197,7 +198,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
         self._forwards_looked_at = set[tuple[int, bool]]()
         self._drawn_at_once, self._around_stages = DrawnAtOnce(), AroundStages()
         if "data_draws" not in vars(self):  # what was drawn outlives a move of the layers, too
-            self.data_draws = DataDraws(self.global_rank)
+            self.data_draws, self._both_ends = DataDraws(self.global_rank), BothEnds()
         self._passes, self._is_plain = PlainPasses(self), False
         self._computations = {
             "F": self._run_forward, "B": self._run_backward, "R": self._run_again, "I": self._run_first_half,
@@ -614,6 +615,15 @@ class AnyPlanEngine(AnyBoundaryEngine):
             if not (self.is_first_stage() or self.is_last_stage()):  # which may read after a move
                 self.batch_data.count_unread(num_micro_batches)
             raise
+        self._compare_both_ends(num_micro_batches)
+
+    def _compare_both_ends(self, num_micro_batches: int) -> None:
+        """Say once where the first and the last stage have read other data for a batch. Collective."""
+        devices = self.module.device_of_stage
+        if self.data_ends_with_batch or devices[0] == devices[-1] or not self._both_ends.is_due():
+            return
+        ends = [(ranks[devices[0]], ranks[devices[-1]]) for ranks in self._pipelines()]
+        self._both_ends.compare(self.batch_data.kept.get(num_micro_batches - 1), ends)
 
     def meet(self, num_micro_batches: int, *, asks: bool = False) -> bool:
         """Begin a step with all ranks, before they agree on anything else for it. Collective.
