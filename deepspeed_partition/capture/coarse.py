@@ -20,9 +20,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from deepspeed_partition.capture.around_elements import AroundElements
 from deepspeed_partition.capture.captured import Captured, input_names_of, without_a_cache
+from deepspeed_partition.capture.decisions import Undecided
 from deepspeed_partition.capture.element_attributes import ElementAttributes
 from deepspeed_partition.capture.graph import Graph
 from deepspeed_partition.capture.left_behind import held_by
@@ -47,6 +49,8 @@ WAY_OUT = (
     "put what depends on the data into a module of its own, which then runs whole, or write the model's layers as "
     "a list"
 )
+_NEEDS_DATA = (Undecided, DataDependentOutputException, DynamicOutputShapeException)
+"""What a model raises that asks for data where there are none."""
 
 
 class _Tensor:
@@ -509,6 +513,8 @@ def coarse_layers(
         coarse.notes += coarse.notes_on_recomputation
     except CaptureError as error:
         if error is reason:
+            if isinstance(reason.__cause__, _NEEDS_DATA):
+                raise CaptureError(f"{reason}. {WAY_OUT}") from reason.__cause__
             raise
         raise CaptureError(f"{reason}. Nor can it be cut between its elements: {error}. {WAY_OUT}") from reason
     except _OfModelError as raised:
