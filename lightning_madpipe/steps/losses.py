@@ -182,9 +182,10 @@ def shared_gradients_fit(
             if gradient is not None and factor != 0
         ]
         zero = torch.zeros((), dtype=torch.double)
-        rest = sum(parts, zero) - (zero if wanted is None else as_real(wanted.detach()).double())
-        size = sum((part.norm() for part in parts), zero)
-        if not bool(size <= least) and not bool(rest.norm() <= tolerance * size):
+        of_whole = zero if wanted is None else as_real(wanted.detach()).double()
+        rest, size = sum(parts, zero) - of_whole, sum((part.norm() for part in parts), zero)
+        is_nothing = bool(size <= least) and bool(of_whole.norm() <= least)
+        if not is_nothing and not bool(rest.norm() <= tolerance * size):
             return False
     return True
 

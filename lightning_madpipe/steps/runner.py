@@ -19,6 +19,7 @@ from deepspeed_partition.engine.pipeline.drawn_data import Originals, OwnMemory
 from deepspeed_partition.engine.runtime.collectives import raise_first, raised_together
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.engine.runtime.first_failure import in_words, is_raised_by_all
+from deepspeed_partition.engine.runtime.random_state import preserved_random_state
 from deepspeed_partition.kept_weights import WRITTEN, weights_kept
 from deepspeed_partition.planner.units import counted
 from deepspeed_partition.planner.weight_versions import FLUSH
@@ -412,6 +413,7 @@ class BatchRunner:
         with (
             torch.inference_mode(False),
             torch.no_grad(),
+            preserved_random_state(),  # layers that draw in evaluation, too
             self.steps.rehearsal(),
             prints_asked(lambda _: False),
             attributes_kept(layers, buffers=True),

@@ -186,6 +186,19 @@ class Summed(Layers):
         return F.cross_entropy(self(x), y, reduction="sum") / 16
 
 
+class NoisyLinear(nn.Linear):
+    """Draws in training and in evaluation, as an encoder of means and variances does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + 0.1 * torch.randn_like(x))
+
+
+class Noisy(cases.Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = NoisyLinear(cases.NUM_FEATURES, cases.WIDTH)
+
+
 class InPairs(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.view_as_complex(super().forward(x).unflatten(1, (-1, 2)))
@@ -1458,6 +1471,14 @@ def replicated(host: Host) -> dict[str, Any]:
     return found
 
 
+def noisy(host: Host) -> dict[str, Any]:
+    """Layers that draw, with forwards that try the loss, and without."""
+    return {
+        loss: fitted(host, Noisy, labelled(54), strategy={"loss": loss})["record"]["rows"]
+        for loss in ("auto", "mean")
+    }
+
+
 def means(host: Host) -> dict[str, Any]:
     """A loss that compares samples, with the mean that is asked for, and without."""
     return {
@@ -1467,4 +1488,4 @@ def means(host: Host) -> dict[str, Any]:
 
 
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [losses, low], 4: [replicated]}
-ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [turned, planned, means], 4: []}
+ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [turned, planned, means, noisy], 4: []}

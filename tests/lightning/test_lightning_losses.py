@@ -38,6 +38,7 @@ from lightning_madpipe.steps.losses import (
     error_in_words,
     features_of,
     fits,
+    shared_gradients_fit,
     views_of,
     weights_of,
 )
@@ -199,6 +200,12 @@ def test_a_mean_that_is_asked_for_is_said(two: Records) -> None:
         for name, run in two.of("means").items()
     }
     assert {name: len(lines) for name, lines in said.items()} == {"towers": 1, "auto": 0}
+
+
+def test_forwards_that_try_a_loss_draw_nothing(two: Records) -> None:
+    """They moved the generators that layers draw from where they draw in evaluation, too."""
+    found = two.of("noisy")
+    assert found["auto"] == found["mean"]
 
 
 def test_micro_batches_draw_alike_what_is_drawn_for_a_batch(two: Records) -> None:
@@ -583,6 +590,26 @@ def test_weights_are_told_by_the_factors_of_micro_batches() -> None:
     assert ("labels", "batch['labels']", "", -1) in fitting([0.8, 0.2])
     assert fitting([8 / 9, 1 / 9]) == {("class weights", "batch['labels']", "", "self.weight")}
     assert fitting([0.7, 0.3]) == set()
+
+
+@pytest.mark.parametrize(
+    ("of_whole", "of_pieces", "does_fit"),
+    [
+        (1.0, (1.5, 0.5), True),
+        (1.0, (1.5, 0.6), False),
+        (3e-8, (1e-7, -4e-8), True),  # rounding beside the gradient of the rows, as of a bias before a softmax
+        (0.5, (1e-8, -1e-8), False),  # nothing in the parts alone
+        (None, (0.5, 0.5), False),
+    ],
+)
+def test_gradients_by_what_micro_batches_share_add_up(
+    of_whole: float | None, of_pieces: tuple[float, float], does_fit: bool
+) -> None:
+    def tried(shared: float | None) -> Any:
+        return SimpleNamespace(gradients=(torch.ones(4), None if shared is None else torch.tensor([shared])))
+
+    fit = shared_gradients_fit(tried(of_whole), list(map(tried, of_pieces)), (0, None), numpy.full(2, 0.5), 1e-5)
+    assert fit is does_fit
 
 
 def test_missing_values_and_rows_of_padding_are_counted() -> None:
