@@ -17,7 +17,14 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from deepspeed_partition.tensor_values import bytes_view, has_memory, num_bytes_of, plain_numbers, put_back
+from deepspeed_partition.tensor_values import (
+    bytes_view,
+    has_memory,
+    num_bytes_of,
+    plain_numbers,
+    put_back,
+    version_of,
+)
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE, _WIDTH = 2**20, 2**10
@@ -210,7 +217,7 @@ def marks_of(weights: Sequence[torch.Tensor], *, values: bool = True) -> list[An
 
 
 def _place_of(weight: torch.Tensor) -> tuple[Any, ...]:
-    version = None if weight.is_inference() else weight._version
+    version = version_of(weight)
     return (version, weight.shape, torch.Tensor.data_ptr(weight)) if has_memory(weight) else (version, None, None)
 
 

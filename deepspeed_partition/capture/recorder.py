@@ -60,9 +60,8 @@ from deepspeed_partition.capture.without_data import (
     hidden_functions,
     hidden_modes,
     same_random_numbers,
-    version_of,
 )
-from deepspeed_partition.tensor_values import has_memory
+from deepspeed_partition.tensor_values import has_memory, version_of
 
 BYTES_PER_OPERATION = 0.05
 """How many bytes a device moves in the time of one multiplication or addition, about."""
@@ -639,7 +638,7 @@ class Tape:
         try:
             with unset_fake_temporarily(), hidden_modes(), same_random_numbers(self.device), torch.no_grad():
                 real = [data_like(leaf, self.device) for leaf in leaves]
-                versions = [version_of(leaf) for leaf in real]
+                versions = [_version_of(leaf) for leaf in real]
                 given_args, given_kwargs = build(structure, real)
                 with self.weights.with_data(module), PadsNothing():
                     result = module(*given_args, **given_kwargs)
@@ -667,7 +666,7 @@ class Tape:
         changed = {
             id(now): leaf
             for now, version, leaf in zip(real, versions, leaves, strict=True)
-            if version_of(now) != version
+            if _version_of(now) != version
         }
         if not self._computed.isdisjoint(map(id, changed.values())):
             raise Overwritten
@@ -982,3 +981,8 @@ def device_of(model: nn.Module, args: Any, kwargs: Any) -> torch.device:
     tensors = [*model.parameters(), *model.buffers(), *(t for t in flatten((args, kwargs))[0])]
     found = next((t.device for t in tensors if isinstance(t, torch.Tensor)), torch.device("cpu"))
     return torch.device("cpu") if found.type == "meta" else found
+
+
+def _version_of(leaf: Any) -> int | None:
+    """How often a tensor was changed in place; None of what is no tensor, too."""
+    return version_of(leaf) if isinstance(leaf, torch.Tensor) else None

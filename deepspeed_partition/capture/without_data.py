@@ -57,8 +57,3 @@ class PadsNothing(TorchDispatchMode):
             padded, lengths, batch_first = args
             args = padded, torch.full_like(lengths, padded.shape[int(batch_first)]), batch_first
         return func(*args, **(kwargs or {}))
-
-
-def version_of(leaf: Any) -> int | None:
-    """How often a tensor was changed in place; None where that is not known, and for what is no tensor."""
-    return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None

@@ -46,7 +46,7 @@ from deepspeed_partition.pipeline_attributes import (
     modules_of_program,
     names_of_program,
 )
-from deepspeed_partition.tensor_values import num_bytes_of
+from deepspeed_partition.tensor_values import num_bytes_of, version_of
 from deepspeed_partition.tensor_values import put_back as put_values_back
 
 PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
@@ -266,7 +266,7 @@ def _mark(value: Any, depth: int) -> Any:
     if type(value) in PLAIN:
         return value
     if isinstance(value, torch.Tensor):
-        return id(value), None if value.is_inference() else value._version
+        return id(value), version_of(value)
     if isinstance(value, list | tuple | deque) and len(value) <= _MOST_MEMBERS:
         return id(value), [_mark(member, depth) for member in value]
     if isinstance(value, dict) and len(value) <= _MOST_MEMBERS:

@@ -36,6 +36,8 @@ from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from deepspeed_partition.tensor_values import version_of
+
 CAN_SPLIT = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
 """Whether this torch runs a backward from a place in the graph to a place in the graph."""
 TOO_OLD = "torch is older than 2.6"
@@ -55,7 +57,7 @@ class _Saved:
 
     def __init__(self, tensor: torch.Tensor | None, block: _Block | None = None) -> None:
         self.tensor, self.block = tensor, block
-        self.version = None if tensor is None or tensor.is_inference() else tensor._version
+        self.version = None if tensor is None else version_of(tensor)
 
 
 class _Block:

@@ -26,6 +26,7 @@ from deepspeed_partition.code_names import is_librarys
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
 from deepspeed_partition.profiling.attributes import HeldState
+from deepspeed_partition.tensor_values import version_of
 from lightning_madpipe.finding.step_call import line_of_users
 
 STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
@@ -201,7 +202,7 @@ def _may_change(array: Any) -> bool:
 def _mark_of(value: Any, num_bytes: int) -> int | None:
     """What is another number when a tensor, or the beginning of an array, has changed; None: that is not known."""
     if isinstance(value, Tensor):
-        return None if value.is_inference() else value._version
+        return version_of(value)
     return zlib.crc32(value.reshape(-1).view(np.uint8)[:num_bytes])
 
 

@@ -26,6 +26,7 @@ from deepspeed_partition.code_names import (
     names_read,
     set_by_class,
 )
+from deepspeed_partition.tensor_values import version_of
 from lightning_madpipe.steps.step_side_effects import PLAIN
 
 OF_THE_TRAINER = frozenset(("current_epoch", "global_step", "trainer", "lr_schedulers", "optimizers"))
@@ -254,7 +255,7 @@ def facts_of(value: Any, depth: int = DEPTH) -> Any:
         # NaN is no other value than before.
         return repr(value) if isinstance(value, float | complex) else value
     if isinstance(value, Tensor):
-        return _Same(value), None if value.is_inference() else value._version
+        return _Same(value), version_of(value)
     members = _members(value) if depth else None
     if members is None:
         return _Same(value)
