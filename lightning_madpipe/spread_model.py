@@ -316,6 +316,7 @@ class SpreadModel:
 
     def look_at_orders(self) -> None:
         """Learn the orders of lists of copies from their values; called before each step."""
+        self.copies.early.tell()
         if self.pipeline.num_stages > 1:
             self.copies.look_at_orders()
 

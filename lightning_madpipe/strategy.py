@@ -510,6 +510,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             module.to(self.root_device)
         self._spread.buffers.share()
         self._keep_samplers(trainer)
+        self._spread.copies.early.begin()
         self._start_engine(trainer)
         self._spread.buffers.share()
         self.model = module

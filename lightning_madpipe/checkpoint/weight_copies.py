@@ -35,6 +35,7 @@ from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.generators import members_of
 from deepspeed_partition.tensor_values import has_memory
+from lightning_madpipe.checkpoint.early_copies import EarlyCopies
 from lightning_madpipe.checkpoint.held_objects import roots, walk
 from lightning_madpipe.checkpoint.module_copies import complete, copies_in
 from lightning_madpipe.checkpoint.watched_copies import WAY_OUT, WatchedCopies, is_copy
@@ -172,6 +173,8 @@ class WeightCopies:
         self._learn_names()
         self.watched = WatchedCopies(module, pipeline, self._walk)
         """The copies of layers, which may not change."""
+        self.early = EarlyCopies(self._walk)
+        """Those that a resumed run makes before its checkpoint is loaded."""
 
     def cut_to_own(
         self,

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.choice import environment_for
+from tests.engine.harness import WAITING
 from tests.ranks import run_ranks
 
 HERE = Path(__file__).parent
@@ -23,6 +24,8 @@ def check_case(request, tmp_path_factory):
             known[worker, num_processes] = run_worker(HERE / worker, num_processes, folder, chosen)
         found = known[worker, num_processes]
         assert case in found, f"not run, because another case failed:\n{found['output'][-3000:]}"
+        if found[case] == WAITING:  # each rank has printed where it waits
+            pytest.fail(f"{WAITING}:\n{found['output'][-20000:]}")
         assert found[case] == "", found[case]
 
     return check

@@ -15,6 +15,8 @@ from tests.choice import is_chosen
 
 Case = Callable[[Path], None]
 LONGEST_CASE_SECONDS = 150
+WAITING = "some ranks wait for others"
+"""What has become of a case while it runs, and where its job has ended in it."""
 
 
 def run_cases(cases: dict[str, Case]) -> None:
@@ -40,7 +42,7 @@ def run_cases(cases: dict[str, Case]) -> None:
             continue
         if dist.get_rank() == 0:
             print(f"case {name}", file=sys.stderr, flush=True)
-            out.write_text(json.dumps({**outcomes, name: "some ranks wait for others"}))
+            out.write_text(json.dumps({**outcomes, name: WAITING}))
         faulthandler.dump_traceback_later(LONGEST_CASE_SECONDS, exit=True)
         failure = ""
         try:

@@ -416,6 +416,67 @@ def draws_go_on(host: cases.Host) -> dict[str, Any]:
     }
 
 
+class Anchored(cases.Classifier):
+    """Keeps copies of its weights: those that it begins with, and those with which it is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = [weight.detach().clone() for weight in self.parameters()]
+
+    def configure_optimizers(self) -> Any:
+        self.anchor = [weight.detach().clone() for weight in self.parameters()]
+        return super().configure_optimizers()
+
+
+class Averages(pl.Callback):
+    """Copies of the weights by name.
+
+    Args:
+        hook: In which they are made.
+        is_saved: Whether the average is in a checkpoint.
+    """
+
+    def __init__(self, hook: str, *, is_saved: bool = False) -> None:
+        self.average: dict[str, torch.Tensor] = {}
+        self.is_saved = is_saved
+        setattr(self, hook, self._begin)
+
+    def _begin(self, trainer: Any, module: Any) -> None:
+        self.average = {name: weight.detach().clone() for name, weight in module.named_parameters()}
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        if self.is_saved:
+            checkpoint["average"] = self.average
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        if self.is_saved:
+            self.average = checkpoint["average"]
+
+
+def copies_before_the_checkpoint(host: cases.Host) -> dict[str, Any]:
+    """What is said of copies that a resumed run makes before its checkpoint is loaded."""
+    from lightning_madpipe.checkpoint import early_copies
+
+    kinds: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "none": (cases.Classifier, Counter),
+        "list": (Anchored, Counter),
+        "dict": (cases.Classifier, lambda: Averages("on_fit_start")),
+        "later": (cases.Classifier, lambda: Averages("on_train_start")),
+        "saved": (cases.Classifier, lambda: Averages("on_fit_start", is_saved=True)),
+    }
+    found = {}
+    for name, (build, callback) in kinds.items():
+        path = host.folder / f"copies-{name}.ckpt"
+        trained(host, seeded(build), callback(), max_epochs=1).save_checkpoint(path)
+        said: list[str] = []
+        with patch.object(early_copies, "warn_once", lambda _, line: said.append(line)):  # noqa: B023
+            trained(host, seeded(build, seed=9), callback(), max_epochs=1)
+            anew = len(said)
+            trained(host, seeded(build, seed=9), callback(), max_epochs=2, ckpt_path=path)
+        found[name] = [anew, *said]
+    return found
+
+
 # Saves that fail, and checkpoints that do not fit
 
 
@@ -685,6 +746,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
 ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     2: [
         draws_go_on,
+        copies_before_the_checkpoint,
         failed_saves,
         saved_after_an_evaluation,
         wrong_checkpoints,

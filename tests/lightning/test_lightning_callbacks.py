@@ -68,6 +68,16 @@ def test_random_numbers_go_on_after_a_checkpoint(two: Records) -> None:
     assert record["again"] == record["whole"] and record["difference"] < 1e-6
 
 
+def test_copies_from_before_the_checkpoint_are_said(two: Records) -> None:
+    """A resumed run makes them before its weights are loaded, and in one process behind that: nothing said so."""
+    for rank in two.ranks:
+        found = rank["copies_before_the_checkpoint"]
+        assert found["none"] == found["later"] == found["saved"] == [0]
+        for kind, place in (("list", "self.anchor"), ("dict", "Averages.average")):
+            anew, line = found[kind]
+            assert anew == 0 and line.startswith(f"{place}: copies of weights, made by configure_optimizers"), line
+
+
 def test_hooks_are_called_in_the_order_of_one_process(two: Records) -> None:
     """All but ``on_before_backward``: the engine runs several backwards in a step."""
     for owner, calls in two.of("hooks").items():
