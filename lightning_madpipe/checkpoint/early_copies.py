@@ -81,8 +81,10 @@ class EarlyCopies:
 
 def _tensors_of(value: Any) -> Iterator[Tensor]:
     if isinstance(value, nn.Module):
-        tables = (table for part in value.modules() for table in (part._parameters, part._buffers))
-        yield from (tensor for table in tables for tensor in dict.values(table) if isinstance(tensor, Tensor))
+        for part in value.modules():
+            tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+            # What a copy hides of other ranks' layers is not in its tables for who looks past their class.
+            yield from (each for table in tables for each in dict.values(table) if isinstance(each, Tensor))
     elif isinstance(value, dict):
         yield from (tensor for tensor in dict.values(value) if isinstance(tensor, Tensor))
     elif isinstance(value, Tensor):
