@@ -322,6 +322,7 @@ class LossOfBatches:
         self._learn_dims(run, trial)
         reason = self.forward(trial)
         if reason is not None:
+            self.steps.forget_whole()
             self._refuse_sizes(run, trial, reason)
             return [Finding(unknown=Unknown.MEETS_AGAIN, why_unknown=reason)]
         if self._found is not None:

@@ -169,8 +169,8 @@ def shared_gradients_fit(
 
     Those that are nothing beside the other gradients are rounding, as of a bias before a softmax.
     """
-    norms = [as_real(each.detach()).double().norm() for each in whole.gradients if each is not None]
-    least = tolerance * max(norms, default=torch.zeros((), dtype=torch.double))
+    norms = [float(as_real(each.detach()).double().norm()) for each in whole.gradients if each is not None]
+    least = min(tolerance, TOLERANCE) * max(norms, default=0.0)  # of a step in low precision that was widened, too
     for place, dim in enumerate(dims):
         wanted = whole.gradients[place]
         own = [piece.gradients[place] for piece in pieces]
@@ -184,7 +184,7 @@ def shared_gradients_fit(
         zero = torch.zeros((), dtype=torch.double)
         of_whole = zero if wanted is None else as_real(wanted.detach()).double()
         rest, size = sum(parts, zero) - of_whole, sum((part.norm() for part in parts), zero)
-        is_nothing = bool(size <= least) and bool(of_whole.norm() <= least)
+        is_nothing = math.isfinite(least) and bool(size <= least) and bool(of_whole.norm() <= least)
         if not is_nothing and not bool(rest.norm() <= tolerance * size):
             return False
     return True

@@ -751,6 +751,10 @@ class UserSteps:
         """Note the outputs for a batch that went through the layers as one, until they are joined once."""
         self._of_whole[run.whole.step] = run.whole.size, [each.detach() for each in run.outputs[0]]
 
+    def forget_whole(self) -> None:
+        """Free the outputs that :meth:`note_whole` has noted."""
+        self._of_whole.clear()
+
     @contextmanager
     def trial(self) -> Iterator[None]:
         """The steps within are of one batch, which is tried."""

@@ -192,6 +192,7 @@ class BatchData:
         self._needs = True, True
         """Whether the inputs of this batch are needed here, and its labels."""
         self._has_copies_of_inputs: bool | None = None
+        self._come_again = False
         self.backlogs: tuple[Backlog, ...] = ()
         """Backlog of each iterator that is behind those of other ranks; the last one trained on comes first."""
         self._given_again: tuple[GivenAgain, ...] = ()
@@ -206,6 +207,7 @@ class BatchData:
         self.num_read = 0
         self._needs = inputs, labels
         self._has_copies_of_inputs = None
+        self._come_again = False
         self.kept.clear()
         self._originals.clear()
 
@@ -227,10 +229,18 @@ class BatchData:
         self.catch_up()
         copy = _as_it_is if gives_own_memory(source_of(self._iterator())) else self._copy_of
         has_more = bool(self._put_back)
+        self._come_again |= has_more
         while self.num_read <= number:
             self.num_read += 1  # also where it cannot be read
             drawn = self._read_next() if has_more else self._read_next_of_iterator()
             self.kept[self.num_read - 1] = copy(self.num_read - 1, drawn)
+
+    def newest(self, number: int) -> Any:
+        """The micro-batch of this number, the last one read, if its labels are those of its inputs.
+
+        None where it is not here, and where it may come again: the iterator may have filled what is no copy.
+        """
+        return None if self._come_again else self.kept.get(number)
 
     def _copy_of(self, number: int, drawn: Any) -> Any:
         if not isinstance(drawn, (tuple, list)) or len(drawn) != 2:

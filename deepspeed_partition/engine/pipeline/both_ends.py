@@ -6,41 +6,61 @@ that are not alike on both, a model is trained on the labels of other samples, i
 
 from __future__ import annotations
 
-import zlib
+import math
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy
 import torch
+from torch.utils import _pytree as pytree
 
-from deepspeed_partition.engine.pipeline.drawn_data import tensors_in
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.environment import warn_once
-from deepspeed_partition.tensor_values import bytes_view
+from deepspeed_partition.tensor_values import has_memory
 
 OTHER_DATA = (
     "rank {first} reads other micro-batches for the first stage than rank {last} for the last one: outputs of the "
     "samples of one meet the labels of the other, in plain DeepSpeed, too. Where labels belong to inputs, nothing "
-    "can be learned from them. Give both the same samples in the same order: a loader that shuffles needs a "
-    "generator that is seeded alike on all ranks of a pipeline, DataLoader(..., shuffle=True, "
+    "can be learned from them (where an end has something else in the place of what it does not use, this is "
+    "nothing). Give both the same samples in the same order: a loader that shuffles needs a generator that is "
+    "seeded alike on all ranks of a pipeline, DataLoader(..., shuffle=True, "
     "generator=torch.Generator().manual_seed(0)), and so does what draws random numbers for a sample"
 )
 COMPARE_EVERY = 128
 """The number of batches after which both ends compare again what they read."""
-Mark = tuple[tuple[int, ...], int] | None
-"""The shape and a checksum of a tensor; None where it says nothing: of one element, or of equal ones."""
+MOST_NUMBERS = 256
+"""Numbers of a tensor that are compared, from all over it."""
+TOLERANCE = 1e-3
+"""The relative difference up to which floating-point numbers are the same, computed on unlike machines."""
+
+
+class Mark(NamedTuple):
+    """What tells a tensor from another one."""
+
+    shape: tuple[int, ...]
+    is_exact: bool
+    numbers: tuple[float, ...]
+
+
+Marks = tuple[list[Mark | None], list[Mark | None]]
+"""The marks of inputs and of labels; None of a tensor that says nothing: its numbers are equal, or none."""
 
 
 class BothEnds:
-    """Compares what the two ends of a pipeline read, in batches 1, 2, 4, ..., 128, and each 128th."""
+    """Compares what the two ends of a pipeline read, in batches 1, 2, 4, ..., 128, and each 128th.
+
+    Training and evaluation count their own.
+    """
 
     def __init__(self) -> None:
-        self._number = 0
+        self._numbers: Counter[bool] = Counter()
         self._is_said = False
 
     def is_due(self) -> bool:
         """Count a batch; return whether its data are compared. The same on all ranks."""
-        self._number += 1
-        number = self._number
+        trains = torch.is_grad_enabled()
+        self._numbers[trains] = number = self._numbers[trains] + 1
         is_due = number & (number - 1) == 0 if number < COMPARE_EVERY else number % COMPARE_EVERY == 0
         return is_due and not self._is_said
 
@@ -49,7 +69,7 @@ class BothEnds:
 
         Args:
             micro_batch: The last one that this rank has read of its batch, the memory of which the iterator has
-                not filled again; None where it reads none.
+                not filled again; None where there is none.
             ends: The global ranks of the first and of the last stage of each pipeline.
         """
         marks = gather_objects(marks_of(micro_batch))
@@ -60,15 +80,15 @@ class BothEnds:
                 return
 
 
-def marks_of(micro_batch: Any) -> tuple[list[Mark], list[Mark]] | None:
-    """A mark of each tensor among inputs and labels; None where there are not both."""
-    if not isinstance(micro_batch, tuple | list) or len(micro_batch) != 2:
+def marks_of(micro_batch: Any) -> Marks | None:
+    """The marks of what is read of a micro-batch; None where there are not both inputs and labels."""
+    if not isinstance(micro_batch, tuple | list) or len(micro_batch) < 2:
         return None
-    inputs, labels = ([_mark(tensor) for tensor in tensors_in(part)] for part in micro_batch)
+    inputs, labels = ([_mark(leaf) for leaf in pytree.tree_leaves(part)] for part in micro_batch[:2])
     return inputs, labels
 
 
-def are_others(first: tuple[list[Mark], ...] | None, last: tuple[list[Mark], ...] | None) -> bool:
+def are_others(first: Marks | None, last: Marks | None) -> bool:
     """Whether both the inputs and the labels differ between two ends.
 
     Inputs alone may: noise in them, or an end that is given zeros for what it does not use.
@@ -80,19 +100,35 @@ def are_others(first: tuple[list[Mark], ...] | None, last: tuple[list[Mark], ...
     )
 
 
-def _differ(one: Mark, other: Mark) -> bool:
-    return one is not None and other is not None and len(one[0]) == len(other[0]) and one != other
+def _differ(one: Mark | None, other: Mark | None) -> bool:
+    if one is None or other is None or len(one.shape) != len(other.shape):
+        return False
+    if one.shape != other.shape or one.is_exact != other.is_exact:
+        return True
+    if one.is_exact:
+        return one.numbers != other.numbers
+    pairs = list(zip(one.numbers, other.numbers, strict=True))
+    finite = [abs(number) for pair in pairs for number in pair if math.isfinite(number)]
+    least = TOLERANCE * max(finite, default=0.0)
+    return any(math.isfinite(a) != math.isfinite(b) or abs(a - b) > least for a, b in pairs)
 
 
-def _mark(tensor: torch.Tensor) -> Mark:
-    is_plain = (
-        type(tensor) is torch.Tensor
-        and tensor.layout is torch.strided
-        and not (tensor.is_nested or tensor.is_meta)
+def _mark(leaf: Any) -> Mark | None:
+    if isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biuf":
+        chosen = leaf.flat[numpy.linspace(0, leaf.size - 1, min(leaf.size, MOST_NUMBERS)).astype(int)]
+        return _told(leaf.shape, chosen.astype(float).tolist(), is_exact=leaf.dtype.kind != "f")
+    is_plain = type(leaf) is torch.Tensor and has_memory(leaf)
+    if not is_plain or leaf.is_quantized or leaf.is_complex() or any(getattr(leaf, "names", ())):  # of old torch
+        return None
+    size = leaf.numel()
+    places = torch.linspace(0, max(size - 1, 0), min(size, MOST_NUMBERS), dtype=torch.float64).long()
+    # By their indices, since a flat view of some tensors would be a copy of all.
+    chosen = (
+        leaf.detach()[torch.unravel_index(places.to(leaf.device), leaf.shape)] if leaf.dim() else leaf.detach()
     )
-    if not is_plain or tensor.numel() < 2:
-        return None
-    of_elements = bytes_view(tensor.cpu()).view(tensor.numel(), -1)
-    if bool((of_elements == of_elements[0]).all()):
-        return None
-    return tuple(tensor.shape), zlib.crc32(of_elements.numpy().tobytes())
+    return _told(tuple(leaf.shape), chosen.double().reshape(-1).tolist(), is_exact=not leaf.is_floating_point())
+
+
+def _told(shape: tuple[int, ...], numbers: list[float], *, is_exact: bool) -> Mark | None:
+    says_nothing = not numbers or (not numbers[0] if len(numbers) == 1 else len(set(numbers)) == 1)
+    return None if says_nothing else Mark(shape, is_exact, tuple(numbers))

@@ -623,7 +623,9 @@ class AnyPlanEngine(AnyBoundaryEngine):
         if self.data_ends_with_batch or devices[0] == devices[-1] or not self._both_ends.is_due():
             return
         ends = [(ranks[devices[0]], ranks[devices[-1]]) for ranks in self._pipelines()]
-        self._both_ends.compare(self.batch_data.kept.get(num_micro_batches - 1), ends)
+        uses_labels = torch.is_grad_enabled() or self._compute_loss
+        last = self.batch_data.newest(num_micro_batches - 1) if uses_labels else None
+        self._both_ends.compare(last, ends)
 
     def meet(self, num_micro_batches: int, *, asks: bool = False) -> bool:
         """Begin a step with all ranks, before they agree on anything else for it. Collective.
