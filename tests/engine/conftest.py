@@ -34,7 +34,7 @@ def check_case(request, tmp_path_factory):
 def run_worker(script: Path, num_processes: int, folder: Path, chosen: dict[str, str]) -> dict[str, str]:
     """What became of each chosen case of ``script``: an empty text, or what went wrong."""
     out, log = folder / "outcomes.json", folder / "output.txt"
-    run_ranks(script, [str(out), str(folder)], num_processes, log, timeout_seconds=900, variables=chosen)
+    run_ranks(script, [str(out), str(folder)], num_processes, log, timeout_seconds=2400, variables=chosen)
     printed = log.read_text()
     if not out.exists():
         raise RuntimeError(f"the worker wrote no outcomes:\n{printed[-12000:]}")

@@ -14,7 +14,7 @@ from typing import Any
 from tests.choice import is_chosen
 
 Case = Callable[[Path], None]
-LONGEST_CASE_SECONDS = 150
+LONGEST_CASE_SECONDS = 400
 WAITING = "some ranks wait for others"
 """What has become of a case while it runs, and where its job has ended in it."""
 
