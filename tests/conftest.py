@@ -34,6 +34,8 @@ LONGEST_FIRST = (
 
 def pytest_addoption(parser):
     parser.addoption("--exhaustive", action="store_true", help="also run what is one of many of a kind")
+    parts = [*map(str, range(exhaustive.NUM_PARTS)), "all"]
+    parser.addoption("--part", choices=parts, default="0", help="of files with many trainings, what runs")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -67,7 +69,7 @@ def pytest_collection_modifyitems(config, items):
         return
     if unknown := exhaustive.unknown(items, folder):
         raise pytest.UsageError(f"tests/exhaustive.py names tests that are not there: {', '.join(unknown)}")
-    if left_out := exhaustive.left_out(items, folder):
+    if left_out := exhaustive.left_out(items, folder, config.getoption("--part")):
         config.hook.pytest_deselected(items=left_out)
         gone = set(map(id, left_out))
         items[:] = [item for item in items if id(item) not in gone]

@@ -1,6 +1,8 @@
 """What runs with ``--exhaustive`` alone: one of many of a kind, each of which has others that always run.
 
-    python -m pytest               a quarter of the random seeds, the smaller of two jobs, not what is named here
+    python -m pytest               a quarter of the random seeds, the smaller of two jobs, not what is named here,
+                                   and of files with many trainings a third
+    python -m pytest --part 1      the same with the second third of these; 2: the last one; all: all of these
     python -m pytest --exhaustive  everything
 
 Workers of several processes run only what the chosen tests name (``choice.py``), so that this saves the work.
@@ -9,6 +11,7 @@ Workers of several processes run only what the chosen tests name (``choice.py``)
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -271,6 +274,19 @@ NAMED: dict[str, Sequence[str]] = {
 brackets all that a function makes of its parameters."""
 
 
+NUM_PARTS = 3
+"""Into how many parts the tests of the files below are cut, by a checksum of their names; one of them runs."""
+IN_PARTS = frozenset((
+    "engine/test_any_plan.py", "engine/test_checkpoints.py", "engine/test_pipelines.py",
+    "engine/test_strangers.py", "engine/test_training_state.py", "lightning/test_lightning_after_fit.py",
+    "lightning/test_lightning_callbacks.py", "lightning/test_lightning_captured.py",
+    "lightning/test_lightning_losses.py", "lightning/test_lightning_names.py",
+    "lightning/test_lightning_pipeline.py", "lightning/test_lightning_steps.py",
+    "lightning/test_lightning_writing.py",
+))  # fmt: skip
+"""Files with a thousand tests of trainings by several processes, most of which were once a fault of their own."""
+
+
 def is_exhaustive() -> bool:
     """Whether everything runs."""
     return bool(os.environ.get(VARIABLE))
@@ -281,8 +297,13 @@ def some(most: int) -> int:
     return most if is_exhaustive() else max(1, most // ONE_SEED_IN)
 
 
-def left_out(items: Iterable[pytest.Item], folder: Path) -> list[pytest.Item]:
-    """The tests among ``items`` that are exhaustive; ``folder`` is this one."""
+def left_out(items: Iterable[pytest.Item], folder: Path, part: str) -> list[pytest.Item]:
+    """The tests among ``items`` that do not run by default.
+
+    Args:
+        folder: This one.
+        part: What runs of files in parts: a number, or ``"all"``.
+    """
     items = list(items)
     fewest: dict[tuple[Path, object], int] = {}
     for item in items:
@@ -297,10 +318,16 @@ def left_out(items: Iterable[pytest.Item], folder: Path) -> list[pytest.Item]:
         if (
             any((item.path, name) in named for name in _names(item))
             or (isinstance(seed, int) and seed % ONE_SEED_IN)
+            or _is_of_another_part(item, folder, part)
             or (case is not None and size > fewest[item.path, case])
         ):
             found.append(item)
     return found
+
+
+def _is_of_another_part(item: pytest.Item, folder: Path, part: str) -> bool:
+    is_cut = part != "all" and item.path.relative_to(folder).as_posix() in IN_PARTS
+    return is_cut and str(zlib.crc32(item.name.encode()) % NUM_PARTS) != part
 
 
 def unknown(items: Iterable[pytest.Item], folder: Path) -> list[str]:
