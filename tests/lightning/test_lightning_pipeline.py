@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "lightning_multiproc.py"
-TIMEOUT_SECONDS = 900
+TIMEOUT_SECONDS = 2400
 """Of a start of many cases, three times what the slowest takes on two busy cores; a job that hangs ends then."""
 
 
