@@ -44,7 +44,7 @@ from deepspeed_partition.planner.weight_versions import FLUSH
 from lightning_madpipe.captured_layers import captured_layers
 from lightning_madpipe.checkpoint.saving import GATHERED_BY_ALL, Checkpointing
 from lightning_madpipe.checkpoint.whole_model import PLACES
-from lightning_madpipe.compat.callback_patches import show_all_to_callbacks
+from lightning_madpipe.compat.callback_patches import show_samples_once, show_whole_to_callbacks
 from lightning_madpipe.compat.elsewhere import AFTER_A_RUN, AFTER_AN_EXCEPTION
 from lightning_madpipe.compat.logged_values import hand_values_over
 from lightning_madpipe.compat.names_of_files import take_names_from_rank_zero
@@ -419,6 +419,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
                 f"connections ({str(error).splitlines()[0]}); start the job again, from a checkpoint"
             ) from error
         take_names_from_rank_zero(self._module.trainer, self.broadcast)
+        self._keep_samplers(self._module.trainer)  # hooks of setup may ask for the loader
         self._sizes_asked.begin()
 
     def _configure_launcher(self) -> None:
@@ -509,7 +510,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         with self.pipeline.elsewhere.lifted() if self.root_device.type == "cpu" else nullcontext():
             module.to(self.root_device)
         self._spread.buffers.share()
-        self._keep_samplers(trainer)
+        if self.distributed_sampler_kwargs["num_replicas"] > 1:
+            self.refuse_too_few_samples(trainer)
         self._spread.copies.early.begin()
         self._start_engine(trainer)
         self._spread.buffers.share()
@@ -519,10 +521,11 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             self._hook_writing = HookWriting(
                 trainer, module, self.pipeline.mpu(), vars(self._lightning.module_class())
             )
+        show_samples_once(self, trainer, self._lightning)
         if trainer.state.fn == "fit":
             for note in filter(None, [*notes_on_fit(trainer, module, self._lightning), self._spread.told_views]):
                 self._lightning.warn(note)
-            show_all_to_callbacks(self, trainer, self._lightning)
+            show_whole_to_callbacks(self, trainer, self._lightning)
             is_cut = self.pipeline.num_stages > 1
             if is_cut or self.wraps_optimizer:
                 self._hook_watch = HookWatch(
@@ -570,11 +573,10 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         nothing out where all ranks read the same.
         """
         connector = trainer._accelerator_connector  # of Lightning (2.5 to 2.6), which asks it at each loader
-        self._distributes_data = connector.use_distributed_sampler
-        if self.distributed_sampler_kwargs["num_replicas"] == 1:
+        if self._distributes_data is None:
+            self._distributes_data = connector.use_distributed_sampler
+        if self.world_size == self._resolved_num_stages():
             connector.use_distributed_sampler = False
-        else:
-            self.refuse_too_few_samples(trainer)
 
     def on_exception(self, exception: BaseException) -> None:
         """Let the other ranks hear of an exception that this one has met alone."""

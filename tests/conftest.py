@@ -35,7 +35,7 @@ LONGEST_FIRST = (
 def pytest_addoption(parser):
     parser.addoption("--exhaustive", action="store_true", help="also run what is one of many of a kind")
     parts = [*map(str, range(exhaustive.NUM_PARTS)), "all"]
-    parser.addoption("--part", choices=parts, default="0", help="of files with many trainings, what runs")
+    parser.addoption("--part", choices=parts, help="of files with many trainings, what runs")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -69,7 +69,8 @@ def pytest_collection_modifyitems(config, items):
         return
     if unknown := exhaustive.unknown(items, folder):
         raise pytest.UsageError(f"tests/exhaustive.py names tests that are not there: {', '.join(unknown)}")
-    if left_out := exhaustive.left_out(items, folder, config.getoption("--part")):
+    has_asked = config.getoption("keyword") or any(argument.endswith(".py") for argument in config.args)
+    if left_out := exhaustive.left_out(items, folder, config.getoption("--part") or ("all" if has_asked else "0")):
         config.hook.pytest_deselected(items=left_out)
         gone = set(map(id, left_out))
         items[:] = [item for item in items if id(item) not in gone]

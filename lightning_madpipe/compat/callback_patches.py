@@ -29,13 +29,18 @@ def _is_function(layer: Any) -> bool:
     return not hasattr(layer, "build") and not hasattr(layer, "parameters")
 
 
-def show_all_to_callbacks(strategy: Any, trainer: Any, lightning: Lightning) -> None:
-    """Let callbacks that look on see the whole model, and each sample once."""
-    callbacks, pipeline = lightning.module("callbacks"), strategy.pipeline
-    whole, num_stages = pipeline.whole_module(), pipeline.num_stages
+def show_whole_to_callbacks(strategy: Any, trainer: Any, lightning: Lightning) -> None:
+    """Let callbacks that show the model see the whole."""
+    callbacks, whole = lightning.module("callbacks"), strategy.pipeline.whole_module()
     for callback in trainer.callbacks:
         if whole is not None and isinstance(callback, callbacks.ModelSummary):
             summarize_whole(strategy, whole, callback, lightning.module("utilities.model_summary").summarize)
+
+
+def show_samples_once(strategy: Any, trainer: Any, lightning: Lightning) -> None:
+    """Let callbacks that count samples count each once, in training and in evaluation."""
+    callbacks, num_stages = lightning.module("callbacks"), strategy.pipeline.num_stages
+    for callback in trainer.callbacks:
         if isinstance(callback, callbacks.ThroughputMonitor):
             count_pipelines(callback, num_pipelines=strategy.world_size // num_stages, num_stages=num_stages)
 

@@ -1,7 +1,8 @@
-"""Collectives of ``torch.distributed`` where the ranks of the other stages do not come to them.
+"""Collectives of ``torch.distributed`` that are called over ranks of several stages.
 
 A step runs on the last stage, up to its call of the layers on the first one, and a layer where it is. A collective
-over ranks of other stages would wait there for ever, so it is refused where it is called.
+over ranks of other stages would wait there for ever, so it is refused where it is called. Hooks run on all ranks,
+and those of a pipeline have the same data: a sum of them counts each once for each stage, which is told.
 """
 
 from __future__ import annotations
@@ -26,13 +27,21 @@ program has imported the collective."""
 IN_A_STEP = (
     "{step} calls torch.distributed.{name} at {line}, which the ranks {ranks} would have to call, too, and the "
     "step runs on those of the last stage. Use self.all_gather(...), self.trainer.strategy.reduce(...) or "
-    "self.log(..., sync_dist=True), or call it in a hook, such as on_train_batch_end, on every rank"
+    "self.log(..., sync_dist=True), or call it in a hook, such as on_train_batch_end, on every rank, where the "
+    "ranks of a pipeline have the same data, so that a sum counts them once for each stage"
 )
 
 IN_A_LAYER = (
     "forward() or a layer calls torch.distributed.{name} at {line}, which the ranks {ranks} would have to call, "
     "too. They do not all run that layer: it runs on the rank that has it, once per micro-batch. Leave the call "
     "out of the layer, or do it in a hook, such as on_train_batch_end, on every rank"
+)
+
+SUMMED_OVER_STAGES = (
+    "{hook} calls torch.distributed.{name} at {line} over the ranks {ranks}. Ranks of a pipeline have the same "
+    "data in hooks: a sum of numbers of data counts each once for each stage, {number} times as much as in one "
+    "process (a sum of parts of the weights or gradients is right). self.trainer.strategy.reduce(tensor, "
+    "reduce_op='sum') counts each once"
 )
 
 
@@ -46,6 +55,37 @@ def collectives_refused(
         refuse: What raises, given the name of the function, the line of the user's code and the group's ranks.
         peers: Gives the ranks that run the same code at the same time, this one among them.
     """
+
+    def look(caller: FrameType, members: Collection[int]) -> None:
+        if not {*peers()}.issuperset(members):
+            refuse(caller.f_code.co_name, _line_of(caller), ", ".join(map(str, members)))
+
+    with _collectives_seen(look):
+        yield
+
+
+@contextmanager
+def sums_told(tell: Callable[[str, str, str], None], pipeline: Collection[int]) -> Iterator[None]:
+    """Tell of each sum that the program asks for meanwhile, on this thread, over several ranks of a pipeline.
+
+    Args:
+        tell: Is given the name of the function, the line of the user's code and the group's ranks.
+        pipeline: The global ranks of this rank's pipeline.
+    """
+
+    def look(caller: FrameType, members: Collection[int]) -> None:
+        name = caller.f_code.co_name
+        is_sum = name in ("all_reduce", "reduce") and caller.f_locals.get("op") == dist.ReduceOp.SUM
+        if is_sum and len({*pipeline}.intersection(members)) > 1:
+            tell(name, _line_of(caller), ", ".join(map(str, members)))
+
+    with _collectives_seen(look):
+        yield
+
+
+@contextmanager
+def _collectives_seen(look: Callable[[FrameType, Collection[int]], None]) -> Iterator[None]:
+    """Show the frame of each collective that this thread calls meanwhile, and the ranks of its group."""
     is_outside = getattr(distributed_c10d, NAME, None)
     if is_outside is None or not dist.is_initialized():
         yield
@@ -57,9 +97,7 @@ def collectives_refused(
         while caller.f_code is watched.__code__:  # one of these within another
             caller = caller.f_back
         if threading.get_ident() == thread and _communicates(caller.f_code.co_name) and not is_outside(group):
-            members = dist.get_process_group_ranks(group)
-            if not {*peers()}.issuperset(members):
-                refuse(caller.f_code.co_name, _line_of(caller), ", ".join(map(str, members)))
+            look(caller, dist.get_process_group_ranks(group))
         return bool(is_outside(group))
 
     try:

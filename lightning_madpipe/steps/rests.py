@@ -41,6 +41,8 @@ class Rests:
 
     def _before_validation(self, *arguments: Any) -> bool:
         is_due = bool(self._is_validation_due(*arguments))
+        if getattr(self._trainer, "_val_check_time_interval", None) is not None:  # by the clock of each rank
+            is_due = self._trainer.strategy.broadcast(is_due)
         if is_due and not self._engine.is_at_rest:
             number = self._loop.batch_progress.current.ready
             self._engine.leave(f"has come to validation after {number} batches of the epoch")

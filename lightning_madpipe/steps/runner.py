@@ -197,6 +197,8 @@ class BatchRunner:
 
     def _train(self, batch: Any, arguments: tuple[Any, ...]) -> Any:
         engine, trainer = self._engine, self._trainer
+        if self._window and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
+            self.leave_window()  # its last batch was None, and one process forgets its gradients here, too
         drawn, comes_later = batch, trainer.fit_loop._should_accumulate() or engine.weight_versions != FLUSH
         if comes_later:
             batch = copy_of_batch(drawn)

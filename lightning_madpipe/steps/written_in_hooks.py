@@ -11,14 +11,16 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import FrameType
 from typing import Any
 
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, get_process_group_ranks
 
 from deepspeed_partition.code_names import CodeSearch, is_installed, is_librarys
 from deepspeed_partition.dropped_writing import asked_by_program
 from deepspeed_partition.engine.runtime.environment import warn_once
+from lightning_madpipe.compat.collective_calls import SUMMED_OVER_STAGES, sums_told
 from lightning_madpipe.compat.hook_owners import HookOwners
 from lightning_madpipe.compat.running_code import asks_for_its_rank
 from lightning_madpipe.steps import written_files
@@ -49,6 +51,7 @@ class HookWriting(written_files.WritingTold):
         self._changes = ChangesOfOneRank(trainer, module, mpu, ignored)
         self._owners = HookOwners(trainer, module)
         self._trainer = trainer
+        self._pipeline = get_process_group_ranks(mpu.get_pipe_parallel_group())
         self._number, self._is_first = mpu.get_pipe_parallel_world_size(), mpu.get_stage_id() == 0
         self.traces: LayerTraces | None = None
         """What layers set on themselves; None until it is known."""
@@ -79,11 +82,16 @@ class HookWriting(written_files.WritingTold):
                 yield profiled
                 return
             self._step = hook[0]
-            with self.watching(), self._changes.watching(*hook), self._traces_told(*hook):
+            summed = sums_told(partial(self._tell_of_sum, hook[0]), self._pipeline)
+            with self.watching(), self._changes.watching(*hook), self._traces_told(*hook), summed:
                 yield profiled
         self._num_looks += bool(self._untold)
         if self._num_looks & (self._num_looks - 1) == 0:
             self._look()
+
+    def _tell_of_sum(self, hook: str, name: str, line: str, ranks: str) -> None:
+        told = SUMMED_OVER_STAGES.format(hook=hook, name=name, line=line, ranks=ranks, number=self._number)
+        warn_once(f"summed over stages/{line}", told)
 
     def _traces_told(self, hook: str, owner: Any, name: str) -> AbstractContextManager[None]:
         """Tell of what layers set, and a hook reads."""

@@ -47,6 +47,7 @@ from tests.lightning import (  # noqa: E402
     map_cases,
     naming_cases,
     object_cases,
+    same_data_cases,
     step_cases,
     writing_cases,
 )
@@ -376,7 +377,7 @@ KINDS: dict[str, list[Any]] = {
     "loops": [Loops, epoch_cases, map_cases, asynchronous_cases],
     "steps": [step_cases, gradient_cases],
     "losses": [loss_cases],
-    "callbacks": [callback_cases, kept_weights_cases],
+    "callbacks": [callback_cases, kept_weights_cases, same_data_cases],
     "names": [naming_cases, hook_cases, beside_cases, object_cases, call_state_cases],
     "writing": [writing_cases, in_place_cases, kept_state_cases, layer_writes_cases],
     "after": [after_fit_cases],

@@ -44,7 +44,9 @@ def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         "resumed_by_word", "names_and_values", "files_of_one_device", "folders_on_other_stages",
         "resumed_on_other_stages", "optimizers", "own_steps", "settings", "loggers", "profilers",
         "after_an_exception", "averages", "averages_resumed", "kept_weights", "kept_far_away",
-        "kept_with_buffers", "kept_in_one_shape", "kept_where_orders_coincide",
+        "kept_with_buffers", "kept_in_one_shape", "kept_where_orders_coincide", "metrics_made_in_hooks",
+        "loaders_asked_for_early", "validation_at_intervals_of_time", "throughput_of_evaluation",
+        "batches_that_are_absent",
     ],
 )  # fmt: skip
 def test_two_stages_do_as_one_process(two: Records, case: str) -> None:
@@ -66,6 +68,15 @@ def test_the_checkpoints_that_one_process_keeps_are_kept(two: Records, kind: str
 def test_random_numbers_go_on_after_a_checkpoint(two: Records) -> None:
     record = two.of("draws_go_on")
     assert record["again"] == record["whole"] and record["difference"] < 1e-6
+
+
+def test_sums_over_stages_are_said(two: Records) -> None:
+    """A number that a hook adds up over all ranks was as many times that of one process as there are stages."""
+    for rank in two.ranks:
+        number, [line] = rank["sums_over_stages"]["Summing"]
+        assert number == 42.0 and "on_validation_epoch_end of Summing calls torch.distributed.all_reduce" in line
+        assert "same_data_cases.py:" in line and "2 times as much as in one process" in line
+        assert rank["sums_over_stages"]["Highest"] == [21.0, []]
 
 
 def test_copies_from_before_the_checkpoint_are_said(two: Records) -> None:

@@ -1,0 +1,161 @@
+"""What depends on how many ranks there are, or on the clock of each: hooks have the same data on all of them.
+
+Written like ``lightning_cases.py``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from pytorch_lightning import callbacks as shipped
+from pytorch_lightning.loggers import CSVLogger
+from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassConfusionMatrix
+
+from tests.lightning import lightning_cases as cases
+from tests.lightning.lightning_cases import Host, end, seeded, trained
+
+
+class Confused(cases.Classifier):
+    """Makes a metric in a hook, and asks it there."""
+
+    def on_validation_epoch_start(self) -> None:
+        self.guessed: list[torch.Tensor] = []
+        self.true: list[torch.Tensor] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.guessed.append(self(x).argmax(-1))
+        self.true.append(y)
+
+    def on_validation_epoch_end(self) -> None:
+        matrix = MulticlassConfusionMatrix(cases.NUM_CLASSES)
+        matrix.update(torch.cat(self.guessed), torch.cat(self.true))
+        self.log("seen", matrix.compute().sum().float())
+
+
+class Summing(cases.Classifier):
+    """Adds up what its hook has counted, as a script for several devices does."""
+
+    op = dist.ReduceOp.SUM
+
+    def on_validation_epoch_end(self) -> None:
+        number = torch.tensor(21.0)
+        if dist.is_initialized():
+            dist.all_reduce(number, op=self.op)
+        self.log("number", number)
+
+
+class Highest(Summing):
+    op = dist.ReduceOp.MAX
+
+
+class Early(cases.Classifier):
+    """Asks for the number of its steps before it is spread, for which Lightning makes the loader."""
+
+    def setup(self, stage: str) -> None:
+        self.total = self.trainer.estimated_stepping_batches
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log("mean", batch[0].mean(), on_step=True)
+        self.log("total", float(self.total))
+        return super().training_step(batch, batch_idx)
+
+
+class Slow(pl.Callback):
+    """One rank's clock is behind those of the others."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.is_global_zero:
+            time.sleep(0.05)
+
+
+class Bad(torch.utils.data.Dataset[Any]):
+    """Samples of which those of one batch are bad, which ``good_ones`` leaves out."""
+
+    def __init__(self) -> None:
+        self.samples = cases.samples(64)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return None if 16 <= index < 32 else self.samples[index]
+
+
+def good_ones(samples: list[Any]) -> Any:
+    kept = [sample for sample in samples if sample is not None]
+    return torch.utils.data.default_collate(kept) if kept else None
+
+
+def metrics_made_in_hooks(host: Host) -> dict[str, Any]:
+    """A confusion matrix had each sample once for each stage."""
+    return end(trained(host, seeded(Confused), max_epochs=1, validation=cases.loader(21, seed=3)))
+
+
+def loaders_asked_for_early(host: Host) -> dict[str, Any]:
+    """The loader was shuffled where one process reads it in order."""
+    recorder = cases.Recorder()
+    trainer = trained(host, seeded(Early), recorder, max_epochs=2)
+    again = trained(host, seeded(Early), max_epochs=1)
+    return {**end(trainer), "rows": recorder.rows, "again": end(again)}
+
+
+def validation_at_intervals_of_time(host: Host) -> dict[str, Any]:
+    """Ranks decided by their own clocks, and began different batches."""
+    if pl.__version__ < "2.6":
+        return {}
+    trainer = trained(
+        host, seeded(), Slow(), max_epochs=6, validation=cases.loader(21, seed=3), num_sanity_val_steps=0,
+        val_check_interval={"seconds": 0.2}, check_val_every_n_epoch=None,
+    )  # fmt: skip
+    return {"global_step": trainer.global_step, "has_validated": "accuracy" in trainer.callback_metrics}
+
+
+def throughput_of_evaluation(host: Host) -> dict[str, Any]:
+    """Rates were as many times too high as there are stages."""
+    logger = CSVLogger(host.folder / "throughput", version=0)
+    monitor = shipped.ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2)
+    trainer = host.trainer(monitor, logger=logger, log_every_n_steps=1, strategy={"algorithm": cases.CUT})
+    trainer.validate(seeded(), cases.loader(64), verbose=False)
+    header = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0].split(",")
+    names = sorted(name for name in header if name.startswith("validate"))
+    return {"names": names, "has_rates": "validate/samples_per_sec" in names}
+
+
+def batches_that_are_absent(host: Host) -> dict[str, Any]:
+    """The batch before one that is None in its window was trained on with the window behind it."""
+    data = DataLoader(Bad(), batch_size=16, collate_fn=good_ones)  # type: ignore[arg-type]
+    trainer = trained(host, seeded(), max_epochs=1, data=data, accumulate_grad_batches=2)
+    [tested] = trainer.validate(trainer.lightning_module, cases.loader(21, seed=3), verbose=False)
+    return {"global_step": trainer.global_step, "tested": tested}
+
+
+def sums_over_stages(host: Host) -> dict[str, Any]:
+    """What is said of a sum that a hook asks for over all ranks."""
+    from lightning_madpipe.steps import written_in_hooks
+
+    found = {}
+    for build in (Summing, Highest):
+        said: list[str] = []
+        with patch.object(written_in_hooks, "warn_once", lambda _, line: said.append(line)):  # noqa: B023
+            trainer = trained(host, seeded(build), max_epochs=1, validation=cases.loader(21, seed=3))
+        found[build.__name__] = float(trainer.callback_metrics["number"]), sorted(set(said))
+    return found
+
+
+SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
+    2: [
+        metrics_made_in_hooks, loaders_asked_for_early, validation_at_intervals_of_time, throughput_of_evaluation,
+        batches_that_are_absent,
+    ],
+    4: [],
+}  # fmt: skip
+ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [sums_over_stages], 4: []}
