@@ -103,7 +103,7 @@ from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.planner.report.step_figures import StepFigures
 from deepspeed_partition.planner.units import counted
 from deepspeed_partition.planner.weight_versions import FLUSH, TWO_VERSIONS
-from deepspeed_partition.profiling.attributes import AttributesOfForward
+from deepspeed_partition.profiling.attributes import AttributesOfForward, state_kept
 from deepspeed_partition.schedule.endless import EndlessProgram, lower_endless
 from deepspeed_partition.schedule.instructions import Compute, Instruction
 
@@ -884,6 +884,11 @@ class MadPipeEngine(ResumingEngine):
             micro_batch = next(self.data_iterator)
             self.data_iterator = self.batch_data.give_again([micro_batch], self.data_iterator)
 
+    def data_ended(self) -> StopIteration:
+        """What is raised where there are no data for a batch."""
+        self._num_loaded = 0
+        return self._data_ended()
+
     def peek_micro_batch(self) -> tuple[Any, Any]:
         """Inputs and labels of the next micro-batch, on the device; the data iterator will give it again.
 
@@ -898,7 +903,9 @@ class MadPipeEngine(ResumingEngine):
             self.data_iterator = self.batch_data.give_again([measured, micro_batch], self.data_iterator)
         self._reserve_pipe_buffers(1)
         self.reset_activation_shape()  # it belongs to no batch before it
-        type(self)._exec_load_micro_batch(self, 0)
+        # What the program does with each micro-batch is done again where this one is trained on.
+        with state_kept([] if self.batch_fn is None else [self.batch_fn]):
+            type(self)._exec_load_micro_batch(self, 0)
         inputs, labels = self.pipe_buffers["inputs"][0], self.pipe_buffers["labels"][0]
         self.pipe_buffers["inputs"][0] = self.pipe_buffers["labels"][0] = None
         return inputs, labels

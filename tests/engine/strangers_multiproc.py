@@ -8,13 +8,18 @@ from tests.engine.changed_modules_cases import CASES as CHANGED_MODULES
 from tests.engine.drawn_numbers_cases import CASES as DRAWN_NUMBERS
 from tests.engine.harness import run_cases
 from tests.engine.measured_state_cases import CASES as MEASURED_STATE
+from tests.engine.program_parts_cases import CASES as PROGRAM_PARTS
 from tests.engine.start_up_cases import CASES as START_UP
-from tests.engine.strangers_cases import CASES
+from tests.engine.strangers_cases import CASES as STRANGERS
 
 CASES = {
     case.__name__: case
-    for case in (*CHANGED_MODULES, *CAPTURED, *CAPTURED_MODELS, *MEASURED_STATE, *DRAWN_NUMBERS, *START_UP, *CASES)
-}
+    for cases in (
+        CHANGED_MODULES, CAPTURED, CAPTURED_MODELS, MEASURED_STATE, DRAWN_NUMBERS, START_UP, PROGRAM_PARTS,
+        STRANGERS,
+    )
+    for case in cases
+}  # fmt: skip
 
 if __name__ == "__main__":
     run_cases(CASES)

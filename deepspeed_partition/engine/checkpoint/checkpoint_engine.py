@@ -309,6 +309,8 @@ class ResumingEngine(MovingEngine):
             self._lay_in(states, of_no_parameter, saved)
             if options["load_lr_scheduler_states"]:
                 lists.belong_to_groups(self.grid.get_pipe_parallel_group())
+        elif not options["load_optimizer_states"] and options["load_lr_scheduler_states"]:
+            lists.stay_as_made(is_other_cut=found.cut is not None and not found.is_at_cut_of(self.module))
         if layout is not None and not options["load_module_only"] and isinstance(self.module, StagesModule):
             self.module.count_forwards_from(layout["num_forwards"])
         return loaded

@@ -30,6 +30,21 @@ class ListsOfGroups:
             for part in _parts(scheduler)
         ]
 
+    def stay_as_made(self, *, is_other_cut: bool) -> None:
+        """Let lists be as they were made where those of the checkpoint are not of the groups that are here.
+
+        Where no states are loaded, groups have the settings that they were made with.
+
+        Args:
+            is_other_cut: Whether it is known that ranks had other layers.
+        """
+        for part, made in self._made:
+            loaded = {name: list(value) for name in made for value in _lists(part, name)}
+            number = len(part.optimizer.param_groups)
+            if is_other_cut or any(len(values) != number for values in loaded.values()):
+                for name, values in made.items():
+                    setattr(part, name, values)
+
     def belong_to_groups(self, ranks: Any) -> None:
         """Let the loaded lists be of the groups that are here, whose settings are loaded. Collective.
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from deepspeed_partition.engine.pipeline.drawn_data import (
+    ObjectsOfBatch,
     Originals,
     copy_of_micro_batch,
     gives_own_memory,
@@ -188,7 +189,7 @@ class BatchData:
         """The micro-batches of this batch that were read, or could not be read."""
         self.kept: dict[int, Any] = {}
         """Micro-batches, by their number, that were read and are not loaded yet by all stages that need them."""
-        self._originals = Originals()
+        self._originals, self._objects = Originals(), ObjectsOfBatch()
         self._needs = True, True
         """Whether the inputs of this batch are needed here, and its labels."""
         self._has_copies_of_inputs: bool | None = None
@@ -210,6 +211,7 @@ class BatchData:
         self._come_again = False
         self.kept.clear()
         self._originals.clear()
+        self._objects.clear()
 
     @property
     def has_copies_of_inputs(self) -> bool:
@@ -230,9 +232,12 @@ class BatchData:
         copy = _as_it_is if gives_own_memory(source_of(self._iterator())) else self._copy_of
         has_more = bool(self._put_back)
         self._come_again |= has_more
+        may_fill_again = copy is not _as_it_is
         while self.num_read <= number:
             self.num_read += 1  # also where it cannot be read
             drawn = self._read_next() if has_more else self._read_next_of_iterator()
+            if may_fill_again:
+                self._objects.note(drawn)
             self.kept[self.num_read - 1] = copy(self.num_read - 1, drawn)
 
     def newest(self, number: int) -> Any:

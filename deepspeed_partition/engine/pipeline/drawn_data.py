@@ -10,6 +10,7 @@ import numpy
 import torch
 from torch.utils import _pytree as pytree
 
+from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.tensor_values import version_of
 
 
@@ -52,6 +53,36 @@ class Copies:
 def gives_own_memory(iterator: Any) -> bool:
     """Whether what an iterator has given stays as it is when more is drawn from it, as it says itself."""
     return getattr(iterator, "gives_own_memory", False) is True
+
+
+FILLED_AGAIN = (
+    "the data iterator gives one {kind} object for several micro-batches and fills its tensors again, and all "
+    "micro-batches of a batch are read before the first is computed: each sees the tensors of the last one. Give "
+    "tensors in tuples, lists or dicts, of which copies are kept, or a new {kind} for each micro-batch"
+)
+
+
+class ObjectsOfBatch:
+    """Says once where objects of the program's own classes, of which no copies are made, are filled again."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, list[int | None]]] = {}
+
+    def clear(self) -> None:
+        self._known.clear()
+
+    def note(self, drawn: Any) -> None:
+        """Look at a micro-batch."""
+        for part in drawn if isinstance(drawn, tuple | list) else (drawn,):
+            if type(part) is torch.Tensor:
+                continue
+            for leaf in pytree.tree_leaves(part):
+                held = () if isinstance(leaf, torch.Tensor) else getattr(leaf, "__dict__", {}).values()
+                if tensors := [each for each in held if isinstance(each, torch.Tensor)]:
+                    versions = [version_of(tensor) for tensor in tensors]
+                    if self._known.setdefault(id(leaf), (leaf, versions))[1] != versions:
+                        kind = type(leaf).__name__
+                        warn_once(f"filled again/{kind}", FILLED_AGAIN.format(kind=kind))
 
 
 @dataclass(slots=True)

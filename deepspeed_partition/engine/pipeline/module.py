@@ -356,7 +356,7 @@ def partition_layers(
         except NotImplementedError as error:
             raise NotImplementedError(f"{error} It is {KNOWN_METHODS}.") from None
         set_boundaries(module, module.parts)
-        warn_of_weights_apart(module._layer_specs, module.stage_owner)
+        warn_of_weights_apart(module._layer_specs, module.stage_owner, module.loss_fn)
         return
     if DualPipeVModule is not None and isinstance(module, DualPipeVModule):
         raise ValueError(
@@ -371,10 +371,10 @@ def partition_layers(
         announce("MADPIPE=0: no planning, the layers are cut by DeepSpeed's default method 'parameters'")
         by_deepspeed("parameters")
         set_boundaries(module, module.parts)
-        warn_of_weights_apart(module._layer_specs, module.stage_owner)
+        warn_of_weights_apart(module._layer_specs, module.stage_owner, module.loss_fn)
         module.madpipe_cut = Cut("default")
         return
-    module._layer_specs = tie_repeated_modules(module._layer_specs, num_stages)
+    module._layer_specs = tie_repeated_modules(module._layer_specs, num_stages, module.loss_fn)
     watch_draws(module)
     if isinstance(method, Plan):
         check_plan(method, num_layers, num_stages, one_stage_each=why_deepspeeds_schedule(module))

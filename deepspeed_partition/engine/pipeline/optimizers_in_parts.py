@@ -183,11 +183,11 @@ class StepOfUser:
         """Say once that a schedule reads the values of parameters, of which this rank has a part."""
         scheduler = self._engine.lr_scheduler
         step = getattr(scheduler, "step", None)
-        if self._engine.num_stages == 1 or step is None or self._num_watched >= NUM_WATCHED:
+        own = getattr(scheduler, "__dict__", None)  # None of a class with slots alone
+        if self._engine.num_stages == 1 or step is None or own is None or self._num_watched >= NUM_WATCHED:
             yield
             return
         self._num_watched += 1
-        own = vars(scheduler)
         had = own.get("step")
 
         def watched(*arguments: Any, **keywords: Any) -> Any:

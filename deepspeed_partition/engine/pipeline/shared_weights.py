@@ -56,11 +56,11 @@ class TiedModule(TiedLayerSpec):
         return self.module
 
 
-def tie_repeated_modules(specs: Sequence[Any], num_stages: int) -> list[Any]:
+def tie_repeated_modules(specs: Sequence[Any], num_stages: int, loss_fn: Any = None) -> list[Any]:
     """The list of layers in which a module that trains, and stands at several places, is a :class:`TiedModule`.
 
     Raises:
-        ValueError: two layers share a weight otherwise, and there are several stages.
+        ValueError: two layers share a weight otherwise, or a layer and the loss, and there are several stages.
     """
     tied = list(specs)
     for layers in places_of_repeated(specs):
@@ -71,17 +71,21 @@ def tie_repeated_modules(specs: Sequence[Any], num_stages: int) -> list[Any]:
             f"layers {listed(layers)} are one {type(module).__name__} object: their weights are tied on every "
             f"cut, as by a TiedLayerSpec, and named tied_modules.{key}"
         )
-    if num_stages > 1 and (reason := why_not_apart(tied)):
+    if num_stages > 1 and (reason := why_not_apart(tied, loss_fn)):
         raise ValueError(reason)
     return tied
 
 
-def why_not_apart(specs: Sequence[Any]) -> str:
-    """Why the layers cannot be on different stages as they are; empty where they can.
+def why_not_apart(specs: Sequence[Any], loss_fn: Any = None) -> str:
+    """Why the layers and the loss cannot be on different stages as they are; empty where they can.
 
     What a function might use, and need not, is said in the log.
     """
     users = _users_of_weights(specs)
+    if reason := _what_loss_shares(loss_fn, users, len(specs)):
+        if isinstance(loss_fn, nn.Module):
+            return reason
+        announce(f"{reason}. If it only reads other things of it, this is nothing", logging.WARNING)
     shared = [layers for layers in users.values() if not _are_one(specs, layers)]
     if shared:
         return (
@@ -91,9 +95,32 @@ def why_not_apart(specs: Sequence[Any]) -> str:
     return _what_functions_share(specs, {weight: layers[0] for weight, layers in users.items()})
 
 
-def warn_of_weights_apart(specs: Sequence[Any], stage_of: Callable[[int], int]) -> None:
+def _what_loss_shares(loss_fn: Any, users: dict[nn.Parameter, list[int]], num_layers: int) -> str:
+    """What the loss has of a layer that may be on another stage than the last one; empty if nothing."""
+    held: Iterable[Any] = [loss_fn] if isinstance(loss_fn, nn.Module) else reached(_held_by(loss_fn))
+    for each in held:
+        if not isinstance(each, nn.Module | nn.Parameter):
+            continue
+        for weight in _trainable(_parameters(each)):
+            layers = users.get(weight, [])
+            if layers and num_layers - 1 not in layers:  # the last layer is where the loss is
+                name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+                return (
+                    f"the loss function ({name}) and layer {layers[0]} share a weight through one Python object, "
+                    "and on two stages each has a copy of its own: let the last layer compute with it, and not "
+                    f"the loss. For that {WAY_OUT}"
+                )
+    return ""
+
+
+def warn_of_weights_apart(specs: Sequence[Any], stage_of: Callable[[int], int], loss_fn: Any = None) -> None:
     """Say of a cut that DeepSpeed made which layers share a weight in one process and do not here."""
-    for layers in _users_of_weights(specs).values():
+    users = _users_of_weights(specs)
+    last = stage_of(len(specs) - 1)
+    elsewhere = {weight: layers for weight, layers in users.items() if last not in map(stage_of, layers)}
+    if reason := _what_loss_shares(loss_fn, elsewhere, len(specs)):
+        announce(reason, logging.WARNING)
+    for layers in users.values():
         if not _are_one(specs, layers) and len(set(map(stage_of, layers))) > 1:
             announce(
                 f"layers {listed(layers)} share a weight through one Python object, DeepSpeed has put them on "

@@ -219,7 +219,7 @@ class StagesModule(deepspeed.pipe.PipelineModule):
                 f"layers {listed(repeated[0])} are one module object, and DeepSpeed has built them as modules of "
                 f"their own: give the pipeline module partition_method='madpipe', which ties them, or {WAY_OUT}"
             )
-        if reason := why_not_apart(self._layer_specs):
+        if reason := why_not_apart(self._layer_specs, self.loss_fn):
             raise ValueError(reason)
         [stage] = self.own_stages
         self.forward_funcs = [unpacking(function) for function in self.forward_funcs]

@@ -465,7 +465,8 @@ class MovingEngine(AnyPlanEngine):
         Those without parameters on this rank are dropped by DeepSpeed's wrapping optimizers.
         """
         wrapped = self.optimizer is not self.basic_optimizer
-        if self._every_group is not None and wrapped and scheduler.optimizer is self.basic_optimizer:
+        its_own = getattr(scheduler, "optimizer", None)  # the program's class may have another name for it
+        if self._every_group is not None and wrapped and its_own is self.basic_optimizer:
             self._every_group.show_to(scheduler)
 
 

@@ -26,6 +26,7 @@ from deepspeed_partition.engine.runtime.collectives import (
     send_object,
 )
 from deepspeed_partition.engine.runtime.environment import announce
+from deepspeed_partition.engine.runtime.first_failure import raised_by_all
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
 from deepspeed_partition.engine.warmup.plan_files import save_plan
 from deepspeed_partition.engine.warmup.run_platform import device_memory_bytes, header_bytes, training_bytes
@@ -148,9 +149,21 @@ def _peek(engine: MadPipeEngine) -> None:
     At once, and before anything is sent: an iterator may communicate between them.
 
     Raises:
+        StopIteration: an iterator has ended; on every rank.
         Exception: what an iterator raised; on every rank.
     """
-    raised_together(engine.peek_data)
+    has_ended = False
+
+    def peek() -> None:
+        nonlocal has_ended
+        try:
+            engine.peek_data()
+        except StopIteration:
+            has_ended = True
+
+    raised_together(peek)
+    if any(gather_objects(has_ended)):
+        raise raised_by_all(engine.data_ended())
 
 
 def plan_for_flushes(engine: MadPipeEngine) -> Plan:

@@ -1,0 +1,232 @@
+"""Cases: losses, functions of data, schedules and iterators as programs write them, and our own tests do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from deepspeed_partition.engine import TiedModule
+from deepspeed_partition.engine.pipeline import drawn_data
+from tests.engine.pipelines import WIDTH, mlp, two_groups
+from tests.engine.running import batches, mine, planned, raised, same, start, train
+from tests.engine.strangers_cases import said_here
+
+ZERO_1 = {"zero_optimization": {"stage": 1}}
+
+
+class WithAWeight(nn.Module):
+    """A loss that computes with a layer of the model."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(outputs @ self.layer.weight, labels)
+
+
+def a_loss_with_a_weight_of_a_layer(_: Path) -> None:
+    """Each trained a copy, and a checkpoint put one in the place of the other, in silence."""
+
+    def layers() -> list[Any]:
+        return [nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4)]
+
+    sentence = "the loss function (WithAWeight) and layer 2 share a weight", "let the last layer compute with it"
+    for method in ("madpipe", [0, 2, 5]):
+        specs = layers()
+        with raised(ValueError, *sentence):
+            start(specs, method, loss_fn=WithAWeight(specs[2]))
+    specs = layers()
+    with said_here() as said:
+        start(specs, "uniform", loss_fn=WithAWeight(specs[0]), optimizer=two_groups)
+    assert (
+        any("the loss function (WithAWeight) and layer 0 share a weight" in line for line in said) == _is_first()
+    )
+    borrowed = specs[2]
+    with said_here() as said:
+        start(specs, [0, 3, 5], loss_fn=lambda outputs, labels: F.mse_loss(outputs @ borrowed.weight, labels))
+    assert any("and layer 2 share a weight" in line for line in said) == _is_first()
+    # What the last layer has, too, is there; what does not train is nobody's business.
+    specs = layers()
+    start(specs, [0, 2, 5], loss_fn=WithAWeight(specs[4]))
+    tied = nn.Linear(WIDTH, WIDTH)
+    ends = [nn.Linear(8, WIDTH), TiedModule("ends", tied), nn.Tanh(), TiedModule("ends", tied)]
+    start(ends, [0, 2, 4], loss_fn=WithAWeight(tied))
+    specs = layers()
+    specs[0].requires_grad_(False)
+    start(specs, [0, 3, 5], loss_fn=WithAWeight(specs[0]))
+
+
+def _is_first() -> bool:
+    return torch.distributed.get_rank() == 0
+
+
+def what_a_program_does_with_micro_batches(_: Path) -> None:
+    """It was done once more for the plan; what it drew itself was lost where there is no iterator."""
+    data = batches(3)
+    losses: dict[str, list[list[float]]] = {"drawing": [], "reading": []}
+    for method, config in (([0, 3, 8], None), ("madpipe", planned([0, 3, 8]))):
+        engine, _, _ = start(mlp(), method, config, optimizer=two_groups)
+        generator = torch.Generator().manual_seed(0)
+        number = [0]
+
+        def noisy(item: Any) -> Any:
+            number[0] += 1  # noqa: B023
+            inputs, labels = item
+            return inputs + number[0] * torch.randn(inputs.shape, generator=generator), labels  # noqa: B023
+
+        engine.set_batch_fn(noisy)
+        losses["drawing"].append(train(engine, data))
+        engine, _, _ = start(mlp(), method, config, optimizer=two_groups)
+        items = mine(engine, data)
+        engine.set_batch_fn(lambda _: next(items))  # noqa: B023
+        losses["reading"].append([float(engine.train_batch()) for _ in data])
+        assert items.taken == len(items.items)
+    for kind, (expected, found) in losses.items():
+        same(found, expected), kind
+
+
+class Target:
+    """Labels in an object of the program's own."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+
+def labels_in_an_object_that_is_filled_again(_: Path) -> None:
+    """All micro-batches of a batch had the labels of the last one, in silence."""
+    data = batches(2)
+
+    def loss_fn(outputs: torch.Tensor, target: Target) -> torch.Tensor:
+        return F.mse_loss(outputs, target.values)
+
+    def filled_again() -> Iterator[Any]:
+        target = Target(torch.empty_like(data[0][0][1]))
+        for inputs, labels in (each for batch in data for each in batch):
+            target.values.copy_(labels)
+            yield inputs, target
+
+    def anew() -> Iterator[Any]:
+        for inputs, labels in (each for batch in data for each in batch):
+            yield inputs, Target(labels)
+
+    def constant() -> Iterator[Any]:
+        target = Target(data[0][0][1])
+        for inputs, _ in (each for batch in data for each in batch):
+            yield inputs, target
+
+    for make, is_said in ((filled_again, True), (anew, False), (constant, False)):
+        lines: list[str] = []
+        with patch.object(drawn_data, "warn_once", lambda _, line: lines.append(line)):  # noqa: B023
+            engine, _, _ = start(mlp(), [0, 3, 8], optimizer=two_groups, loss_fn=loss_fn)
+            items = make()
+            for _ in data:
+                engine.train_batch(items)
+        assert any("gives one Target object for several micro-batches" in line for line in lines) == is_said
+
+
+class Schedule:
+    """A schedule of the program's own, which has its own name for the optimizer."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.of, self.number = optimizer, 0
+
+    def step(self) -> None:
+        self.number += 1
+        for group in self.of.param_groups:
+            group["lr"] = 1e-2 / self.number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number = state["number"]
+
+
+class Bare:
+    """The same without attributes beside its slots."""
+
+    __slots__ = ("number", "optimizer")
+    step, state_dict, load_state_dict = Schedule.step, Schedule.state_dict, Schedule.load_state_dict
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.number = optimizer, 0
+
+    @property
+    def of(self) -> Any:
+        return self.optimizer
+
+
+def schedules_of_other_forms(_: Path) -> None:
+    """The move of layers, or the first step, ended with a raw AttributeError or TypeError."""
+    data = batches(3)
+    for make in (Schedule, Bare):
+        make.for_engine = True  # type: ignore[attr-defined]
+        found = []
+        for method, config in (([0, 5, 8], {}), ("madpipe", planned([0, 5, 8], warmup_steps=0))):
+            engine, _, _ = start(
+                mlp(),
+                method,
+                {**config, **ZERO_1},
+                optimizer=two_groups,
+                lr_scheduler=lambda each: make(each),  # noqa: B023
+            )
+            found.append(train(engine, data))
+        same(found[1], found[0])
+
+
+def data_that_end_where_the_plan_is_made(_: Path) -> None:
+    """A loop over epochs that catches StopIteration got a RuntimeError."""
+    engine, _, _ = start(mlp(), "madpipe", planned([0, 3, 8]), optimizer=two_groups)
+    for _ in range(2):
+        with raised(StopIteration, "ended after 0 micro-batches"):
+            engine.train_batch(iter([]))
+    assert engine.plan is None
+    data = batches(2)
+    found = train(engine, data)
+    assert engine.plan is not None
+    expected, _, _ = start(mlp(), [0, 3, 8], optimizer=two_groups)
+    same(found, train(expected, data))
+
+
+def by_layer(model: Any) -> torch.optim.Optimizer:
+    """A rate for each layer of this rank."""
+    modules = [each for each in model.forward_funcs if isinstance(each, nn.Module)]
+    layers = [module for module in modules if any(True for _ in module.parameters())]
+    groups = [{"params": list(layer.parameters()), "lr": 1e-3 * (1 + place)} for place, layer in enumerate(layers)]
+    return torch.optim.AdamW(groups)
+
+
+def a_schedule_without_the_states_of_its_optimizer(folder: Path) -> None:
+    """On another cut it had rates of the groups that the other rank had had, or ended the next step."""
+
+    def halving(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+    data = batches(3)
+    engine, _, _ = start(mlp(), [0, 2, 8], optimizer=by_layer, lr_scheduler=halving)
+    train(engine, data[:1])
+    engine.save_checkpoint(str(folder))
+    other, _, scheduler = start(mlp(), [0, 6, 8], optimizer=by_layer, lr_scheduler=halving)
+    made = list(scheduler.base_lrs)
+    other.load_checkpoint(str(folder), load_optimizer_states=False)
+    assert scheduler.base_lrs == made and scheduler.last_epoch == 1
+    train(other, data[1:2])
+    assert [group["lr"] for group in other.basic_optimizer.param_groups] == [rate / 4 for rate in made]
+    again, _, scheduler = start(mlp(), [0, 2, 8], optimizer=by_layer, lr_scheduler=halving)
+    again.load_checkpoint(str(folder), load_optimizer_states=False)
+    assert scheduler.last_epoch == 1
+    train(again, data[1:2])
+
+
+CASES = [
+    a_loss_with_a_weight_of_a_layer, labels_in_an_object_that_is_filled_again,
+    what_a_program_does_with_micro_batches, schedules_of_other_forms, data_that_end_where_the_plan_is_made,
+    a_schedule_without_the_states_of_its_optimizer,
+]  # fmt: skip
