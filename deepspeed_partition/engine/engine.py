@@ -103,7 +103,7 @@ from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.planner.report.step_figures import StepFigures
 from deepspeed_partition.planner.units import counted
 from deepspeed_partition.planner.weight_versions import FLUSH, TWO_VERSIONS
-from deepspeed_partition.profiling.attributes import AttributesOfForward, state_kept
+from deepspeed_partition.profiling.attributes import AttributesOfForward, HeldState
 from deepspeed_partition.schedule.endless import EndlessProgram, lower_endless
 from deepspeed_partition.schedule.instructions import Compute, Instruction
 
@@ -904,8 +904,12 @@ class MadPipeEngine(ResumingEngine):
         self._reserve_pipe_buffers(1)
         self.reset_activation_shape()  # it belongs to no batch before it
         # What the program does with each micro-batch is done again where this one is trained on.
-        with state_kept([] if self.batch_fn is None else [self.batch_fn]):
+        restore = None if self.batch_fn is None else _state_of(self.batch_fn)
+        try:
             type(self)._exec_load_micro_batch(self, 0)
+        finally:
+            if restore is not None:
+                restore(frozenset())
         inputs, labels = self.pipe_buffers["inputs"][0], self.pipe_buffers["labels"][0]
         self.pipe_buffers["inputs"][0] = self.pipe_buffers["labels"][0] = None
         return inputs, labels
@@ -995,3 +999,19 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         The engine, its optimizer, data loader and learning-rate scheduler.
     """
     return initialize_with(MadPipeEngine, *args, **kwargs)
+
+
+def _state_of(batch_fn: Any) -> Callable[[Any], None]:
+    """Note what a function of data holds, but for large tensors of its data set; return what puts it back."""
+    left = _MOST_BYTES_OF_DATA
+
+    def copies(value: Any) -> bool:
+        nonlocal left
+        left -= value.nbytes
+        return left >= 0
+
+    return HeldState([batch_fn]).remembered(buffers=True, by_others=True, copies=copies)
+
+
+_MOST_BYTES_OF_DATA = 64 * 2**20
+"""Bytes of tensors and arrays that are copied of what a function of data holds."""

@@ -38,7 +38,8 @@ class EarlyCopies:
     def __init__(self, walk: Callable[[], Iterable[tuple[str, Any]]]) -> None:
         self._walk = walk
         self._there: frozenset[str] = frozenset()
-        self._found: dict[int, tuple[Tensor, int | None]] = {}
+        self._found: dict[int, tuple[Tensor, Tensor, Any]] = {}
+        """Copies, each with the weight that it was made of, and what tells whether it has changed since."""
 
     def begin(self) -> None:
         """Begin a run: what is there now was there before a checkpoint would be loaded in one process, too."""
@@ -56,18 +57,20 @@ class EarlyCopies:
         for weight in own:
             known[_mark(weight)].append(weight)
         for _, tensors in self._made():
-            for tensor in tensors:
-                if _tells(tensor) and any(
-                    tensor is not weight and torch.equal(tensor.detach(), weight.detach())
-                    for weight in known.get(_mark(tensor), ())
-                ):
-                    self._found[id(tensor)] = tensor, version_of(tensor)
+            for tensor in filter(_tells, tensors):
+                for weight in known.get(_mark(tensor), ()):
+                    if tensor is not weight and torch.equal(tensor.detach(), weight.detach()):
+                        self._found[id(tensor)] = tensor, weight, (version_of(tensor), _mark(tensor))
 
     def tell(self) -> None:
-        """Say once which of these copies are still as they were; called before each step."""
+        """Say once which of these copies are as they were, and their weights are not; called before each step."""
         if not self._found:
             return
-        stale = {key for key, (tensor, version) in self._found.items() if version_of(tensor) == version}
+        stale = {
+            key
+            for key, (tensor, weight, mark) in self._found.items()
+            if (version_of(tensor), _mark(tensor)) == mark and not torch.equal(tensor.detach(), weight.detach())
+        }
         places = [place for place, tensors in self._made() if any(id(tensor) in stale for tensor in tensors)]
         self._found = {}
         if places:
@@ -82,9 +85,10 @@ class EarlyCopies:
 def _tensors_of(value: Any) -> Iterator[Tensor]:
     if isinstance(value, nn.Module):
         for part in value.modules():
-            tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
-            # What a copy hides of other ranks' layers is not in its tables for who looks past their class.
-            yield from (each for table in tables for each in dict.values(table) if isinstance(each, Tensor))
+            for table in (part._parameters, part._buffers):
+                # A scripted module's are no dicts; what a copy hides is not in them past their class.
+                values: Iterable[Any] = dict.values(table) if isinstance(table, dict) else table.values()
+                yield from (each for each in values if isinstance(each, Tensor))
     elif isinstance(value, dict):
         yield from (tensor for tensor in dict.values(value) if isinstance(tensor, Tensor))
     elif isinstance(value, Tensor):

@@ -374,9 +374,8 @@ class Checkpointing(DeepSpeedStrategy):
                 f"{path} has no states of an optimizer, because it was saved after validate, test or predict: "
                 "this fit begins with new ones, and continues differently than in one process"
             )
-        if fitting:
-            self._spread.copies.early.before_loading(self.pipeline.parameters())
         if fitting and (saved.global_step or not engine.global_steps):
+            self._spread.copies.early.before_loading(self.pipeline.parameters())
             _, checkpoint = engine.load_checkpoint(
                 str(path),
                 tag=checkpoint_folders.TAG,

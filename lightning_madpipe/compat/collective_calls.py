@@ -24,6 +24,9 @@ NAME = "_rank_not_in_group"
 """The function of ``distributed_c10d`` (torch 2.4 to 2.13) that each collective asks first, by whatever name a
 program has imported the collective."""
 
+ENGINES = ("deepspeed", "deepspeed_partition", "lightning_madpipe")
+"""Packages whose collectives are no sums of a program's data."""
+
 IN_A_STEP = (
     "{step} calls torch.distributed.{name} at {line}, which the ranks {ranks} would have to call, too, and the "
     "step runs on those of the last stage. Use self.all_gather(...), self.trainer.strategy.reduce(...) or "
@@ -76,7 +79,7 @@ def sums_told(tell: Callable[[str, str, str], None], pipeline: Collection[int]) 
     def look(caller: FrameType, members: Collection[int]) -> None:
         name = caller.f_code.co_name
         is_sum = name in ("all_reduce", "reduce") and caller.f_locals.get("op") == dist.ReduceOp.SUM
-        if is_sum and len({*pipeline}.intersection(members)) > 1:
+        if is_sum and len({*pipeline}.intersection(members)) > 1 and not _is_of_an_engine(caller):
             tell(name, _line_of(caller), ", ".join(map(str, members)))
 
     with _collectives_seen(look):
@@ -97,7 +100,7 @@ def _collectives_seen(look: Callable[[FrameType, Collection[int]], None]) -> Ite
         while caller.f_code is watched.__code__:  # one of these within another
             caller = caller.f_back
         if threading.get_ident() == thread and _communicates(caller.f_code.co_name) and not is_outside(group):
-            look(caller, dist.get_process_group_ranks(group))
+            look(caller, dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
         return bool(is_outside(group))
 
     try:
@@ -107,13 +110,28 @@ def _collectives_seen(look: Callable[[FrameType, Collection[int]], None]) -> Ite
         setattr(distributed_c10d, NAME, is_outside)
 
 
+def _is_of_an_engine(frame: FrameType) -> bool:
+    """Whether it is not the program that calls a collective, but what trains its model, as where it saves."""
+    caller = frame.f_back
+    while caller is not None and (
+        _module_of(caller).startswith(("torch.", "deepspeed.comm"))
+        or caller.f_code.co_name == "__torch_function__"
+    ):
+        caller = caller.f_back
+    return caller is not None and _module_of(caller).partition(".")[0] in ENGINES
+
+
+def _module_of(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__") or ""
+
+
 def _communicates(function: str) -> bool:
     return not function.startswith(("get_", "_"))
 
 
 def _line_of(frame: FrameType | None) -> str:
     """The line of the user's code that calls the function at ``frame``."""
-    libraries = (*LIBRARIES, "deepspeed", "deepspeed_partition")
-    while frame is not None and (frame.f_globals.get("__name__") or "").partition(".")[0] in libraries:
+    libraries = (*LIBRARIES, *ENGINES)
+    while frame is not None and _module_of(frame).partition(".")[0] in libraries:
         frame = frame.f_back
     return "an unknown line" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -162,13 +162,12 @@ class BetweenPipelines:
         self._num_pipelines = num_pipelines
         self._set: dict[int, GathersBetweenPipelines] = {}
         """What was set in this run, by its ``id``."""
-        # What a metric gathers with that has no function of its own, such as one that a hook makes and asks.
-        self._of_torchmetrics = torchmetrics.metric.gather_all_tensors
-        torchmetrics.metric.gather_all_tensors = self._gather_in  # type: ignore[assignment]
         self.look()
+        # What a metric gathers with that has no function of its own, such as one that a hook makes and asks.
+        torchmetrics.metric.gather_all_tensors = self._gather_in  # type: ignore[assignment]
 
     def _gather_in(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
-        return self._gather(tensor) if group is None else self._of_torchmetrics(tensor, group)
+        return self._gather(tensor) if group is None else gathered(tensor, group)
 
     def look(self) -> None:
         """Take also metrics that hooks have made since the last look."""
@@ -198,7 +197,7 @@ class BetweenPipelines:
         Args:
             group: Has a rank of each pipeline.
         """
-        torchmetrics.metric.gather_all_tensors = self._of_torchmetrics
+        torchmetrics.metric.gather_all_tensors = gather_all_tensors
         for own in self._set.values():
             own.run_ends(group)
         self._set.clear()

@@ -94,6 +94,6 @@ def _parts(scheduler: Any) -> Iterator[Any]:
 
 
 def _lists(part: Any, name: str) -> Iterator[list[Any]]:
-    value = vars(part).get(name)
+    value = getattr(part, "__dict__", {}).get(name)  # none of a class with slots
     if isinstance(value, list):
         yield value

@@ -120,13 +120,20 @@ def _mark(leaf: Any) -> Mark | None:
     is_plain = type(leaf) is torch.Tensor and has_memory(leaf)
     if not is_plain or leaf.is_quantized or leaf.is_complex() or any(getattr(leaf, "names", ())):  # of old torch
         return None
+    try:
+        return _told(tuple(leaf.shape), _numbers_of(leaf), is_exact=not leaf.is_floating_point())
+    except (RuntimeError, TypeError):  # torch has not every operation for every type
+        return None
+
+
+def _numbers_of(leaf: torch.Tensor) -> list[float]:
     size = leaf.numel()
     places = torch.linspace(0, max(size - 1, 0), min(size, MOST_NUMBERS), dtype=torch.float64).long()
     # By their indices, since a flat view of some tensors would be a copy of all.
     chosen = (
         leaf.detach()[torch.unravel_index(places.to(leaf.device), leaf.shape)] if leaf.dim() else leaf.detach()
     )
-    return _told(tuple(leaf.shape), chosen.double().reshape(-1).tolist(), is_exact=not leaf.is_floating_point())
+    return [float(number) for number in chosen.double().reshape(-1).tolist()]
 
 
 def _told(shape: tuple[int, ...], numbers: list[float], *, is_exact: bool) -> Mark | None:

@@ -29,6 +29,10 @@ WAY_OUT = (
 )
 
 
+HEDGE = ". If it only reads other things of it, this is nothing"
+"""What is added where a function holds something, and may use it or not."""
+
+
 class TiedModule(TiedLayerSpec):
     """A module that exists already and runs at several places of the pipeline, with the same weights.
 
@@ -85,7 +89,7 @@ def why_not_apart(specs: Sequence[Any], loss_fn: Any = None) -> str:
     if reason := _what_loss_shares(loss_fn, users, len(specs)):
         if isinstance(loss_fn, nn.Module):
             return reason
-        announce(f"{reason}. If it only reads other things of it, this is nothing", logging.WARNING)
+        announce(f"{reason}{HEDGE}", logging.WARNING)
     shared = [layers for layers in users.values() if not _are_one(specs, layers)]
     if shared:
         return (
@@ -97,20 +101,31 @@ def why_not_apart(specs: Sequence[Any], loss_fn: Any = None) -> str:
 
 def _what_loss_shares(loss_fn: Any, users: dict[nn.Parameter, list[int]], num_layers: int) -> str:
     """What the loss has of a layer that may be on another stage than the last one; empty if nothing."""
-    held: Iterable[Any] = [loss_fn] if isinstance(loss_fn, nn.Module) else reached(_held_by(loss_fn))
-    for each in held:
-        if not isinstance(each, nn.Module | nn.Parameter):
-            continue
-        for weight in _trainable(_parameters(each)):
-            layers = users.get(weight, [])
-            if layers and num_layers - 1 not in layers:  # the last layer is where the loss is
-                name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-                return (
-                    f"the loss function ({name}) and layer {layers[0]} share a weight through one Python object, "
-                    "and on two stages each has a copy of its own: let the last layer compute with it, and not "
-                    f"the loss. For that {WAY_OUT}"
-                )
+    owners = {weight: layers[0] for weight, layers in users.items() if num_layers - 1 not in layers}
+    for used in _used_by_loss(loss_fn, owners) if owners else ():
+        layers = _layers_of(used, owners)
+        if len(layers) == 1:
+            name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+            return (
+                f"the loss function ({name}) and layer {layers[0]} share a weight through one Python object, and "
+                "on two stages each has a copy of its own: let the last layer compute with it, and not the loss. "
+                f"For that {WAY_OUT}"
+            )
     return ""
+
+
+def _used_by_loss(loss_fn: Any, owners: dict[nn.Parameter, int]) -> Iterator[nn.Module | nn.Parameter]:
+    """What a loss holds; of a module of many layers, such as the whole model, the children that its code names."""
+    if not isinstance(loss_fn, nn.Module):
+        yield from _used_by(loss_fn, owners)
+        return
+    yield from (weight for weight in loss_fn._parameters.values() if weight is not None)
+    names = _names_in(type(loss_fn).forward)
+    for child in loss_fn.children():
+        if len(_layers_of(child, owners)) > 1:
+            yield from (part for name, part in child.named_children() if name in names)
+        else:
+            yield child
 
 
 def warn_of_weights_apart(specs: Sequence[Any], stage_of: Callable[[int], int], loss_fn: Any = None) -> None:
@@ -119,7 +134,7 @@ def warn_of_weights_apart(specs: Sequence[Any], stage_of: Callable[[int], int], 
     last = stage_of(len(specs) - 1)
     elsewhere = {weight: layers for weight, layers in users.items() if last not in map(stage_of, layers)}
     if reason := _what_loss_shares(loss_fn, elsewhere, len(specs)):
-        announce(reason, logging.WARNING)
+        announce(reason if isinstance(loss_fn, nn.Module) else f"{reason}{HEDGE}", logging.WARNING)
     for layers in users.values():
         if not _are_one(specs, layers) and len(set(map(stage_of, layers))) > 1:
             announce(
