@@ -1035,8 +1035,9 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             # What the module's hooks read is watched, and not what the engine's module is asked for.
             self.pipeline.has_told_old_weights = True
             self._rests = Rests(trainer, engine)
+        stages = self.pipeline.mpu().get_pipe_parallel_group()
         self._metrics = BetweenPipelines(
-            module, lambda: trainer.callbacks, self.gather_state, self._num_pipelines()
+            module, lambda: trainer.callbacks, self.gather_state, self._num_pipelines(), stages
         )
         self.leave_out_needless_advice()
 

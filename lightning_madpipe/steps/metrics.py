@@ -14,11 +14,11 @@ from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
 
-import torchmetrics.metric
 from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.planner.units import counted
 from lightning_madpipe.module import outside_pipeline
@@ -72,6 +72,7 @@ def metrics_of_callbacks(callbacks: Iterable[Any], module: nn.Module) -> list[Me
     return [part for value in modules for part in value.modules() if isinstance(part, Metric)]
 
 
+_SYNC_DIST = Metric._sync_dist
 COUNTS = ("_update_count", "_num_vals_seen")
 """What torchmetrics counts in a metric, and in a ``Running`` one, when it is told something."""
 
@@ -149,6 +150,7 @@ class BetweenPipelines:
         callbacks: Gives the Trainer's.
         gather: A tensor of each pipeline.
         num_pipelines: How many there are.
+        stages: The process group of the ranks of a pipeline.
     """
 
     def __init__(
@@ -157,17 +159,34 @@ class BetweenPipelines:
         callbacks: Callable[[], Iterable[Any]],
         gather: Callable[[Tensor], list[Tensor]],
         num_pipelines: int,
+        stages: Any,
     ) -> None:
         self._module, self._callbacks, self._gather = module, callbacks, gather
         self._num_pipelines = num_pipelines
         self._set: dict[int, GathersBetweenPipelines] = {}
         """What was set in this run, by its ``id``."""
+        self._stages = stages
         self.look()
-        # What a metric gathers with that has no function of its own, such as one that a hook makes and asks.
-        torchmetrics.metric.gather_all_tensors = self._gather_in  # type: ignore[assignment]
+        between = self
 
-    def _gather_in(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
-        return self._gather(tensor) if group is None else gathered(tensor, group)
+        def sync(metric: Metric, dist_sync_fn: Any = gather_all_tensors, process_group: Any = None) -> None:
+            own = between.function_for(metric, dist_sync_fn, process_group)
+            _SYNC_DIST(metric, own, process_group)
+
+        # For metrics without a function of their own, such as one that a hook makes and asks. A method of
+        # torchmetrics (1.0 to 1.8).
+        Metric._sync_dist = sync  # type: ignore[method-assign,assignment]
+
+    def function_for(self, metric: Metric, function: Any, group: Any) -> Any:
+        """With what a metric gathers. Collective over a pipeline.
+
+        What hooks have told it, on all ranks of the pipeline, counts once. What steps have told one that is sent
+        to no other rank, such as one in a list, is on the last stage alone.
+        """
+        if function is not gather_all_tensors or group is not None:
+            return function
+        numbers = gather_objects(getattr(metric, COUNTS[0], 0), self._stages)
+        return (lambda tensor, group=None: self._gather(tensor)) if len(set(numbers)) == 1 else function
 
     def look(self) -> None:
         """Take also metrics that hooks have made since the last look."""
@@ -197,7 +216,7 @@ class BetweenPipelines:
         Args:
             group: Has a rank of each pipeline.
         """
-        torchmetrics.metric.gather_all_tensors = gather_all_tensors
+        Metric._sync_dist = _SYNC_DIST  # type: ignore[method-assign]
         for own in self._set.values():
             own.run_ends(group)
         self._set.clear()

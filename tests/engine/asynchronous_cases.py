@@ -895,6 +895,56 @@ def what_asynchronous_training_refuses(_: Path) -> None:
     assert all(gather_objects(True))
 
 
+class Assigning(torch.optim.SGD):
+    """Gives each weight a new tensor, as optimizers do that somebody wrote by hand."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    weight.data = weight.data - group["lr"] * weight.grad
+
+
+def updates_that_are_assigned(_: Path) -> None:
+    """Stages that hold several versions lost each update, in silence."""
+    devices, cuts = maps()[0]
+    data = batches(6)
+    for mode in ("stashing", "2bw"):
+        losses = []
+        for kind in (torch.optim.SGD, Assigning):
+
+            def make(model: Any, kind: Any = kind) -> torch.optim.Optimizer:
+                return kind(model.parameters(), lr=0.1)
+
+            engine = begin(plan_for(devices, cuts, mode), make)
+            items = mine(engine, data)
+            losses.append([call(engine, items) for _ in data])
+        same(losses[1], losses[0])
+
+
+def groups_and_flags_that_change_in_flight(_: Path) -> None:
+    """A group that was added ended the run with a raw error; a weight that was frozen lost part of a gradient."""
+    devices, cuts = maps()[0]
+    data = batches(8)
+    engine = begin(plan_for(devices, cuts, "stashing"), OPTIMIZERS["sgd"])
+    items = mine(engine, data)
+    call(engine, items)
+    engine.basic_optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "lr": 1e-2})
+    for _ in range(2):
+        call(engine, items)
+    engine.come_to_rest()
+    weights = list(engine.module.parameters())
+    for weight in weights[:1]:
+        weight.requires_grad_(False)  # at rest
+    call(engine, items)
+    for weight in weights[:1]:
+        weight.requires_grad_(True)
+    with raised(RuntimeError, "requires_grad of a weight was changed", "call engine.come_to_rest()"):
+        call(engine, items)
+        call(engine, items)
+
+
 class ScaledBlocks(nn.Module):
     """Multiplies what its blocks return by a number that a program changes."""
 
@@ -972,6 +1022,8 @@ CASES = {
         errors_in_a_layer_end_all_ranks,
         data_that_ends_or_fails,
         what_asynchronous_training_refuses,
+        updates_that_are_assigned,
+        groups_and_flags_that_change_in_flight,
         a_number_that_captured_code_reads,
     ],
     3: [],

@@ -202,7 +202,33 @@ def where_weights_are_not_shared_out(_: Path) -> None:
         start(mlp(), None, SHARED_OUT, num_stages=2, plan=plan_for((0, 1, 0, 1), CUTS), loss_fn=Learned())
 
 
+class Assigning(torch.optim.SGD):
+    """Gives each weight a new tensor."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    weight.data = weight.data - group["lr"] * weight.grad
+
+
+def weights_that_are_assigned(_: Path) -> None:
+    """The other pipelines had the weights of the start for ever, in silence."""
+    data, losses = batches(), []
+    for kind in (torch.optim.SGD, Assigning):
+
+        def make(model: Any, kind: Any = kind) -> torch.optim.Optimizer:
+            return kind(model.parameters(), lr=0.1)
+
+        plan = plan_for((0, 1, 0, 1), CUTS)
+        engine, _, _ = start(mlp(), None, SHARED_OUT, num_stages=2, plan=plan, optimizer=make)
+        losses.append(train(engine, data))
+    same(losses[1], losses[0])
+
+
 CASES = [
-    weights_that_are_shared_out, checkpoints_of_what_is_shared_out, a_batch_that_is_given_up,
+    weights_that_are_shared_out,
+    weights_that_are_assigned, checkpoints_of_what_is_shared_out, a_batch_that_is_given_up,
     where_weights_are_not_shared_out,
 ]  # fmt: skip

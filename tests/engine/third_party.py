@@ -252,6 +252,7 @@ def engines_of_other_kinds(_: Path) -> None:
 def installed_after_the_module_was_built(_: Path) -> None:
     """``install`` comes after the module: the configuration can still ask."""
     data = batches()
+    deepspeed_partition.install()
     partition = deepspeed.PipelineModule._partition_layers
     stock = partition.__closure__[0].cell_contents  # DeepSpeed's own, which our function wraps
     deepspeed.PipelineModule._partition_layers = stock

@@ -189,6 +189,7 @@ class EndlessTraining:
         own: list[int] = module.own_stages
         parameters = {stage: _trainable(module, stage) for stage in own}
         self._parameters = [each for stage in own for each in parameters[stage]]
+        self._flags = [(weight, weight.requires_grad) for weight in module.parameters()]
         renew, optimizer = new_flat_buffers(engine.optimizer), engine.optimizer
         if renew is None:
             self._weights = {stage: Weights(parameters[stage]) for stage in own}
@@ -239,6 +240,8 @@ class EndlessTraining:
         if batch:
             engine._lockstep.begin_batch(engine._transfers.ranks[0])
         self._of_batch[batch] = self._settings.now(), engine.global_steps, engine.global_samples
+        if any(weight.requires_grad != trains for weight, trains in self._flags):
+            self._attempt.fail(RuntimeError(FROZEN_IN_FLIGHT), "the weights")
         num_there = self._read_ahead(batch)
         fails = self._attempt.has_failed
         self._meeting = self._meet(
@@ -481,6 +484,7 @@ class EndlessTraining:
         for gradients in self._gradients.values():
             gradients.used()
         for weights in self._all_weights():
+            weights.updated()
             self._let_go(weights)
 
     @contextmanager
@@ -574,6 +578,10 @@ RESTS_ON_ALL = (
 LOST_UPDATES = (
     "an error has ended training while batches were in flight: their updates are lost, and weights of different "
     "stages are of different updates. Go on from a checkpoint"
+)
+FROZEN_IN_FLIGHT = (
+    "requires_grad of a weight was changed between two calls of train_batch, while batches are in flight whose "
+    "gradients it is to have, or not: call engine.come_to_rest() on every rank before it is changed"
 )
 ANOTHER_ITERATOR = (
     "train_batch was given another iterator while forwards run ahead on what was read from the one before: call "

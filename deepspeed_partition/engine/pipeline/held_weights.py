@@ -79,6 +79,11 @@ class Weights:
         self._current = self.newest
         self.most_held = max(self.most_held, self.num_held)
 
+    def updated(self) -> None:
+        """Let the newest version be what the parameters have: an optimizer may have assigned ``data``."""
+        if self._current == self.newest:
+            self._held[self.newest] = self._storages()
+
     def let_go(self, before: int) -> None:
         """Let go of all versions before one, and never of the newest."""
         for version in [each for each in self._held if each < min(before, self.newest)]:
@@ -339,12 +344,13 @@ class Settings:
         """Let the groups have these settings meanwhile."""
         groups = self._optimizer.param_groups
         present = self.now()
-        for group, its in zip(groups, settings, strict=True):
+        # A script may have added groups since, which are behind the others.
+        for group, its in zip(groups, settings, strict=False):
             group.update({key: value for key, value in its.items() if key not in self._own})
         try:
             yield
         finally:
-            for group, its, back in zip(groups, settings, present, strict=True):
+            for group, its, back in zip(groups, settings, present, strict=False):
                 for key, value in back.items():
                     if key in its and not _same(group[key], its[key]):
                         self._own.add(key)

@@ -92,6 +92,13 @@ class FlatWeights:
             # As ``data``, so that what is written to the storage is no change of the weight to autograd.
             weight.data = place
 
+    def take(self) -> None:
+        """Take values into the storage that were assigned to the weights as ``data``, and let them lie there."""
+        for weight, place in zip(self.weights, self._places, strict=True):
+            if weight.data_ptr() != place.data_ptr():
+                place.copy_(weight.data)
+                weight.data = place
+
     def hide(self) -> None:
         """Let the weights read as NaN."""
         for weight in self.weights:
@@ -200,9 +207,11 @@ class ShardedStages:
         jobs = [each for each in instructions if isinstance(each, Compute)]
         for flat in self._foreign():
             flat.show()
-        for flats in self.flats.values():
+        for stage, flats in self.flats.items():
             for flat in flats:
                 flat.received = None  # of a batch that was given up
+                if self.is_here[stage]:
+                    flat.take()
         self._to_fetch = [job.stage for job in jobs if not self.is_here[job.stage]]
         self._next = 0
         for place, rank in enumerate(self.ranks):
@@ -329,7 +338,9 @@ class ShardedStages:
         """
         for stage, flats in self.flats.items():
             for flat in flats:
-                if not self.is_here[stage]:
+                if self.is_here[stage]:
+                    flat.take()
+                else:
                     flat.flat.untyped_storage().resize_(flat.num_bytes)
                     flat.show()
                 dist.broadcast(flat.flat, self.ranks[self.owner[stage]], group=self._weights_group)
