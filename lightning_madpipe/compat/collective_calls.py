@@ -63,8 +63,16 @@ def collectives_refused(
         if not {*peers()}.issuperset(members):
             refuse(caller.f_code.co_name, _line_of(caller), ", ".join(map(str, members)))
 
-    with _collectives_seen(look):
+    is_outside = getattr(distributed_c10d, NAME, None)
+    if is_outside is None or not dist.is_initialized():
         yield
+        return
+    # Not in a context of its own, which an error that a signal raises as it is entered would leave open.
+    try:
+        setattr(distributed_c10d, NAME, _seen(is_outside, look))
+        yield
+    finally:
+        setattr(distributed_c10d, NAME, is_outside)
 
 
 @contextmanager
@@ -82,17 +90,20 @@ def sums_told(tell: Callable[[str, str, str], None], pipeline: Collection[int]) 
         if is_sum and len({*pipeline}.intersection(members)) > 1 and not _is_of_an_engine(caller):
             tell(name, _line_of(caller), ", ".join(map(str, members)))
 
-    with _collectives_seen(look):
-        yield
-
-
-@contextmanager
-def _collectives_seen(look: Callable[[FrameType, Collection[int]], None]) -> Iterator[None]:
-    """Show the frame of each collective that this thread calls meanwhile, and the ranks of its group."""
     is_outside = getattr(distributed_c10d, NAME, None)
     if is_outside is None or not dist.is_initialized():
         yield
         return
+    # Not in a context of its own, which an error that a signal raises as it is entered would leave open.
+    try:
+        setattr(distributed_c10d, NAME, _seen(is_outside, look))
+        yield
+    finally:
+        setattr(distributed_c10d, NAME, is_outside)
+
+
+def _seen(is_outside: Callable[[Any], Any], look: Callable[[FrameType, Collection[int]], None]) -> Any:
+    """``is_outside``, which also shows the frame of each collective of this thread, and the ranks of its group."""
     thread = threading.get_ident()
 
     def watched(group: Any) -> bool:
@@ -103,11 +114,7 @@ def _collectives_seen(look: Callable[[FrameType, Collection[int]], None]) -> Ite
             look(caller, dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
         return bool(is_outside(group))
 
-    try:
-        setattr(distributed_c10d, NAME, watched)
-        yield
-    finally:
-        setattr(distributed_c10d, NAME, is_outside)
+    return watched
 
 
 def _is_of_an_engine(frame: FrameType) -> bool:
