@@ -33,7 +33,7 @@ from deepspeed_partition.planner.errors import PlanMismatchError
 from deepspeed_partition.profiling import arrivals, limit_memory
 from deepspeed_partition.schedule.instructions import Compute
 from tests.engine import plans
-from tests.engine.pipelines import WIDTH, Block, Whole, halving, loss_fn, mlp, tied
+from tests.engine.pipelines import WIDTH, Assigning, Block, Whole, halving, loss_fn, mlp, tied
 from tests.engine.running import (
     NUM_MICRO_BATCHES,
     all_tensors,
@@ -893,17 +893,6 @@ def what_asynchronous_training_refuses(_: Path) -> None:
         call(engine, other)
         call(engine, other)
     assert all(gather_objects(True))
-
-
-class Assigning(torch.optim.SGD):
-    """Gives each weight a new tensor, as optimizers do that somebody wrote by hand."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    weight.data = weight.data - group["lr"] * weight.grad
 
 
 def updates_that_are_assigned(_: Path) -> None:

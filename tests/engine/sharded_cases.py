@@ -13,7 +13,7 @@ from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.planner.schemes.scheme import fslpp_even
 from deepspeed_partition.planner.schemes.scheme_simulator import SchemeStage, simulate
 from tests.engine import plans
-from tests.engine.pipelines import loss_fn, mlp, tied, train_alone
+from tests.engine.pipelines import Assigning, loss_fn, mlp, tied, train_alone
 from tests.engine.running import NUM_MICRO_BATCHES, adam, batches, mine, raised, same, start, train
 
 SHARED_OUT = {"pipeline": {"madpipe": {"shard_weights": True}}}
@@ -200,17 +200,6 @@ def where_weights_are_not_shared_out(_: Path) -> None:
             begin(specs, devices, **config)
     with raised(ValueError, "shard_weights: the loss function has weights, which belong to no stage"):
         start(mlp(), None, SHARED_OUT, num_stages=2, plan=plan_for((0, 1, 0, 1), CUTS), loss_fn=Learned())
-
-
-class Assigning(torch.optim.SGD):
-    """Gives each weight a new tensor."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    weight.data = weight.data - group["lr"] * weight.grad
 
 
 def weights_that_are_assigned(_: Path) -> None:
