@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,7 @@ class Captured:
     """The arguments, their tensors without data."""
     training: bool
     autocast: tuple[Any, ...]
-    """Autocast on the model's device, and its type."""
+    """Autocast on the model's device, its type, and that of the device."""
     notes: list[str]
     """What a user should be told once."""
     call: Callable[..., Any] | None = None
@@ -151,21 +151,39 @@ def without_data(value: Any) -> Any:
 
 
 def autocast_on(device: torch.device) -> tuple[Any, ...]:
-    """``(True, dtype)`` where autocast is on for a device; empty where it is not."""
+    """``(True, dtype, type of device)`` where autocast is on for a device; empty where it is not."""
     if not torch.is_autocast_enabled(device.type):
         return ()
-    return True, torch.get_autocast_dtype(device.type)
+    return True, torch.get_autocast_dtype(device.type), device.type
 
 
 @contextmanager
 def same_autocast(device: torch.device, autocast: tuple[Any, ...]) -> Iterator[None]:
-    """The autocast that :func:`autocast_on` has told of."""
-    if not autocast and not torch.is_autocast_enabled(device.type):
+    """The autocast that :func:`autocast_on` has told of, for another device and for its own.
+
+    Code may open regions of its own for either: of the device that it finds, or of one that it names.
+    """
+    enabled, dtype, kind = autocast or (False, None, device.type)
+    with ExitStack() as stack:
+        for each in dict.fromkeys((device.type, kind)):
+            if enabled or torch.is_autocast_enabled(each):
+                stack.enter_context(_autocast(each, dtype, enabled))
         yield
-        return
-    enabled, dtype = autocast or (False, None)
-    with torch.autocast(device.type, dtype=dtype, enabled=enabled):
-        yield
+
+
+@contextmanager
+def _autocast(kind: str, dtype: torch.dtype | None, enabled: bool) -> Iterator[None]:
+    """``torch.autocast``, which turns itself off for a kind of device that this host has not."""
+    before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    with torch.autocast(kind, dtype=dtype, enabled=enabled):
+        torch.set_autocast_enabled(kind, enabled)
+        if dtype is not None:
+            torch.set_autocast_dtype(kind, dtype)
+        try:
+            yield
+        finally:
+            torch.set_autocast_enabled(kind, before[0])
+            torch.set_autocast_dtype(kind, before[1])
 
 
 def recorded_graph(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from deepspeed_partition.capture.sizes import ShapeError
@@ -34,10 +35,21 @@ def must_stay(outcome: bool, tensor: torch.Tensor, where: str) -> None:
     Raises:
         ShapeError: another outcome.
     """
-    if bool(tensor) is not outcome:
+    must_give(torch.Tensor.__bool__, outcome, where, tensor)
+
+
+def must_give(function: Callable[..., Any], outcome: Any, where: str, *args: Any, **kwargs: Any) -> None:
+    """Verify a number, or several, that the model's own code took out of tensors that are made from sizes.
+
+    Raises:
+        ShapeError: others come out.
+    """
+    now = function(*args, **kwargs)
+    if not np.array_equal(now, outcome):
+        shown = "" if isinstance(outcome, list | np.ndarray) else f", {now} and not {outcome}"
         raise ShapeError(
-            f"the model's code takes another way for the sizes of this batch ({where}, {not outcome} and not "
-            f"{outcome}): capture it with arguments of such sizes, pad the batch, or leave it out"
+            f"the model's code takes another way for the sizes of this batch ({where}{shown}): capture it with "
+            "arguments of such sizes, pad the batch, or leave it out"
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from deepspeed_partition.capture.element_attributes import attributes_noted, of_class, subclass_of
 from deepspeed_partition.capture.left_behind import Left, is_no_librarys
 from deepspeed_partition.capture.reads_in_code import ReadsInCode
+from deepspeed_partition.capture.recorder import LEFT_ALONE, CaptureError
 from deepspeed_partition.capture.recording import AttributeSet, Call, InPlace, Recording, Ref, Template
 from deepspeed_partition.capture.sizes import dimensions_in
 from deepspeed_partition.capture.weights_without_data import storage_of
@@ -31,6 +33,7 @@ def keep_state_that_matters(recording: Recording, again: Callable[[Sequence[Left
         again: Records the same once more, which begins with what a run has left behind.
     """
     _keep_changed_in_place(recording)
+    _keep_left_numbers(recording)
     if not recording.sets and not recording.left:
         return
     numbers = {key for key, each in recording.sets.items() if type(each.value) in (int, float)}
@@ -106,31 +109,69 @@ def _keep(recording: Recording, scope: Call, shown: str, line: str) -> None:
         scope.why_whole = scope.why_whole or KEEPS.format(shown + f" ({line})" * bool(line))
 
 
+def _keep_left_numbers(recording: Recording) -> None:
+    """Let modules stay whole whose code reads numbers that a module within them has left when it ran alone.
+
+    Raises:
+        CaptureError: the model's own code reads one.
+    """
+    by_time = {call.time: call for call in _modules_in(recording.root)}
+    for scope, name in recording.left_numbers:
+        for around in (by_time[time] for time in reversed(scope.scopes)):
+            if _reads_number(recording.modules[around.target], recording.modules[scope.target], name):
+                if around is recording.root:
+                    raise CaptureError(LEFT_ALONE.format(owner=scope.target, what=f"the number {name}", where=""))
+                _keep(recording, around, written_name(scope.target, name), "")
+                break
+
+
+def _reads_number(part: nn.Module, owner: nn.Module, name: str) -> bool:
+    """Whether the code of a module reads an attribute of one within it, itself or by a method of that one."""
+    reads = reads_of(part)
+    if reads.has_attribute(name):
+        return True
+    kinds = {type(each) for each in owner.modules()}
+    own = {key: each for kind in kinds for base in kind.__mro__ if base is not nn.Module
+           for key, each in vars(base).items()}  # fmt: skip
+    called = [getattr(each, "fget", each) for key, each in own.items() if reads.has_attribute(key)]
+    return ReadsInCode(each for each in called if isinstance(each, FunctionType)).has_attribute(name)
+
+
 def _keep_changed_in_place(recording: Recording) -> None:
-    """Note tensors that are neither weights nor buffers, and that code changes in place and reads."""
+    """Note tensors that are neither weights nor buffers, and that code changes in place and reads.
+
+    What some modules' code does so, a module stays whole that holds them all.
+    """
+    by_time = {call.time: call for call in _modules_in(recording.root)}
     for shown, each in recording.in_place.items():
-        if each.calls:
-            reading = next((line for line in _lines_that_read(recording, recording.root, each)), None)
-            if reading is None:
-                recording.unfilled.setdefault(shown, each.scopes[0])
-            else:
-                _keep(recording, each.scopes[0], shown, reading)
+        if not each.calls:
+            continue
+        readings = list(_readings_of(recording, recording.root, each))
+        if not readings:
+            recording.unfilled.setdefault(shown, each.scopes[0])
+            continue
+        chains = [[*scope.scopes, scope.time] for scope in each.scopes] + [chain for chain, _ in readings]
+        shared = [calls[0] for calls in zip(*([by_time[time] for time in chain] for chain in chains), strict=False)
+                  if len({call.target for call in calls}) == 1]  # fmt: skip
+        for holder in by_time.values():
+            if holder.target == shared[-1].target:
+                _keep(recording, holder, shown, readings[0][1])
 
 
-def _lines_that_read(recording: Recording, call: Call, changed: InPlace) -> Iterator[str]:
-    """The lines that read a tensor for more than to change it, or to look at it otherwise."""
+def _readings_of(recording: Recording, call: Call, changed: InPlace) -> Iterator[tuple[list[int], str]]:
+    """Where code reads a tensor for more than to change it, or to look at it: its modules, and the line."""
 
     def is_it(leaf: Any) -> bool:
         return _memory_of(recording, leaf) in changed.memories
 
     for inner in call.calls:
         if inner.is_module:
-            yield from _lines_that_read(recording, inner, changed)
+            yield from _readings_of(recording, inner, changed)
         is_read = any(map(is_it, _leaves(inner.given))) and not any(map(is_it, _leaves(inner.returned)))
         if is_read and not any(inner is each for each in changed.calls):
-            yield inner.where
+            yield [*call.scopes, call.time], inner.where
     if any(map(is_it, _leaves(call.returned))):
-        yield call.where
+        yield [*call.scopes, call.time], call.where
 
 
 def _leaves(template: Template | None) -> Sequence[Any]:

@@ -26,7 +26,7 @@ from deepspeed_partition.capture.graph import Graph, Node
 from deepspeed_partition.capture.layout import Layout, layout_of
 from deepspeed_partition.capture.ordering import choose_order
 from deepspeed_partition.capture.outside_layers import OutsideLayers
-from deepspeed_partition.capture.partition import flow_of, programs_of
+from deepspeed_partition.capture.partition import Flow, changed_attributes, flow_of, programs_of
 from deepspeed_partition.capture.program import Program
 from deepspeed_partition.capture.recorder import CaptureError
 from deepspeed_partition.capture.recording import Attribute, Recording
@@ -436,7 +436,26 @@ def programs_like(recipe: Recipe, graph: Graph, input_names: list[str]) -> list[
             )
         layer_of[node.number] = layer
         made_in.update(dict.fromkeys(node.makes, layer))
+    _refuse_buffers_apart(recipe, flow, layer_of)
     return programs_of(flow, layer_of, recipe.layout.num_layers, input_names)
+
+
+def _refuse_buffers_apart(recipe: Recipe, flow: Flow, layer_of: Mapping[int, int]) -> None:
+    """Refuse a buffer that code changes in this state alone, where layers were cut between its uses.
+
+    Raises:
+        CaptureError: layers on several ranks would have a copy each, of which one changes.
+    """
+    changed = changed_attributes(flow.main, flow.graph)
+    for name in sorted(changed):
+        users = {layer_of[node.number] for node in flow.main if name in node.attributes}
+        if len(users) > 1:
+            before, now = ("training", "evaluation") if recipe.captured.training else ("evaluation", "training")
+            raise CaptureError(
+                f"{type(recipe.captured.model).__name__} changes its buffer {name} in {now}, and several of the "
+                f"layers that it was cut into in {before} use it: make the layers in {now} (model."
+                f"{'eval' if now == 'evaluation' else 'train'}() first), which keeps its uses together"
+            )
 
 
 def need_sources(flow: Any, node: Any) -> list[int]:

@@ -80,7 +80,7 @@ def flow_of(graph: Graph, decided: Mapping[int, bool] | None = None) -> Flow:
     flow = Flow(graph)
     total = sum(node.work for node in graph.nodes) or 1.0
     values = graph.values
-    changed = _changed_attributes(graph.nodes, graph)
+    changed = changed_attributes(graph.nodes, graph)
     flow.repeated = {
         node.number
         for node in graph.nodes
@@ -234,14 +234,14 @@ def _why_not(graph: Graph, crossing: Sequence[int], changed_later: set[int]) -> 
 def _same_layer(flow: Flow) -> list[tuple[int, int]]:
     """Ranges of nodes that stay together, since one changes a buffer that another uses."""
     places: dict[str, list[int]] = {}
-    changed = _changed_attributes(flow.main, flow.graph)
+    changed = changed_attributes(flow.main, flow.graph)
     for place, node in enumerate(flow.main):
         for name in sorted(node.attributes):
             places.setdefault(name, []).append(place)
     return [(used[0], used[-1]) for name, used in places.items() if name in changed and len(used) > 1]
 
 
-def _changed_attributes(nodes: Iterable[Node], graph: Graph) -> set[str]:
+def changed_attributes(nodes: Iterable[Node], graph: Graph) -> set[str]:
     """The names of the buffers that nodes change."""
     names = graph.recording.attribute_of_storage
     return {names[storage] for node in nodes for storage in node.mutated if storage in names}

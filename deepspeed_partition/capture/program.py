@@ -132,7 +132,7 @@ class _Run:
         if step.recomputed and torch.is_grad_enabled():
             target = functools.partial(checkpoint, target, use_reentrant=False)
         if step.context:
-            with _context(step.context):
+            with context_of(step.context, self.device):
                 returned = target(*args, **kwargs)
         else:
             returned = target(*args, **kwargs)
@@ -193,13 +193,15 @@ def _returns_otherwise(step: Step, now: str, before: str) -> ShapeError:
 
 
 @contextmanager
-def _context(context: tuple[Any, ...]) -> Iterator[None]:
+def context_of(context: tuple[Any, ...], device: torch.device) -> Iterator[None]:
+    """That of a call, on a device that may be another than that of the capture."""
     gradients, casts = context
     with ExitStack() as stack:
         if not gradients:
             stack.enter_context(torch.no_grad())
-        for kind, enabled, dtype in casts:
-            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+        for cast in casts:
+            kind = cast.kind or (device.type if torch.amp.is_autocast_available(device.type) else "cpu")
+            stack.enter_context(torch.autocast(kind, dtype=cast.dtype, enabled=cast.enabled))
         yield
 
 

@@ -15,7 +15,7 @@ import itertools
 import logging
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -33,7 +33,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from deepspeed_partition.capture.decisions import Overwritten, Undecided, hang, must_be, must_stay
+from deepspeed_partition.capture.alone import AloneRun, LeftTensors, run_alone
+from deepspeed_partition.capture.decisions import Overwritten, Undecided, hang, must_be, must_give, must_stay
 from deepspeed_partition.capture.draws import Draws
 from deepspeed_partition.capture.left_behind import Held, Left, held_by
 from deepspeed_partition.capture.noted_graph import asked_by_torch, noted
@@ -41,6 +42,7 @@ from deepspeed_partition.capture.recording import (
     Attribute,
     AttributeSet,
     Call,
+    Cast,
     Device,
     Effects,
     InPlace,
@@ -54,14 +56,8 @@ from deepspeed_partition.capture.sizes import Condition, CountedRange, Dimension
 from deepspeed_partition.capture.source_lines import line_of, model_line
 from deepspeed_partition.capture.structure import build, flatten, holds_tensors
 from deepspeed_partition.capture.weights_without_data import State, WeightsWithoutData, storage_of
-from deepspeed_partition.capture.without_data import (
-    PadsNothing,
-    data_like,
-    hidden_functions,
-    hidden_modes,
-    same_random_numbers,
-)
-from deepspeed_partition.tensor_values import has_memory, version_of
+from deepspeed_partition.capture.without_data import hidden_functions
+from deepspeed_partition.tensor_values import has_memory
 
 BYTES_PER_OPERATION = 0.05
 """How many bytes a device moves in the time of one multiplication or addition, about."""
@@ -130,6 +126,10 @@ HANGS_ON_WEIGHT = (
     "its forward() registers a hook on the gradient of the weight {weight}, one more in each run: register it "
     "once, where the model is made"
 )
+LEFT_ALONE = (
+    "{owner} decides by data, and so runs whole, and leaves {what} beside what it returns, which the model's own "
+    "code reads{where}: let its forward() return that, too"
+)
 _HANG_HOOKS = (
     torch.Tensor.register_hook,
     torch.Tensor.register_post_accumulate_grad_hook,
@@ -148,6 +148,13 @@ _SHAPE: Any = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _GRAD_FN: Any = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _SIZE = torch.Tensor.size
 _STRIDE, _LENGTH = torch.Tensor.stride, torch.Tensor.__len__
+_NUMBERS_OF = frozenset((
+    torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__bool__,
+    torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__, torch.Tensor.__complex__,
+    torch.Tensor.__contains__, torch.Tensor.equal, torch.Tensor.allclose, torch.Tensor.is_nonzero, torch.equal,
+    torch.allclose, torch.is_nonzero,
+))  # fmt: skip
+"""What takes plain numbers out of tensors."""
 _NUMEL = (torch.Tensor.numel, torch.Tensor.nelement, torch.numel)
 
 
@@ -189,6 +196,8 @@ class Tape:
         self.draws = Draws(model)
         self._of_data: set[int] = set()
         """The values that are not made of sizes and buffers alone."""
+        self._of_sizes: set[int] = set()
+        """The values that functions were given numbers for that are made from sizes."""
         self._sets: dict[tuple[str, str], AttributeSet] = {}
         self._left: dict[int, str] = {}
         """The values that another run has left behind, and what each is called."""
@@ -197,6 +206,8 @@ class Tape:
         self._filled_by: dict[str, Call] = {}
         self._in_place: dict[str, InPlace] = {}
         """The tensors of the program, by what they are called, that are neither weights nor buffers."""
+        self._left_alone = LeftTensors()
+        self._left_numbers: list[tuple[Call, str]] = []
 
     # What another run has left behind
 
@@ -276,6 +287,7 @@ class Tape:
             if id(leaf) in self._value_of:
                 return Ref(self._value_of[id(leaf)])
             if not isinstance(leaf, FakeTensor) and id(leaf) not in self._computed:
+                self._reads_left(leaf)
                 self._kept.append(leaf)
                 return leaf  # a constant of the model that is neither parameter nor buffer
             if time is None:
@@ -321,6 +333,8 @@ class Tape:
         sizes = self._sizes(func, args, kwargs)
         if sizes is not None:
             return sizes
+        if func in (torch.autograd.grad, torch.Tensor.backward):
+            self._takes_gradients(func.__name__)
         given_leaves, structure = flatten((args, kwargs))
         if func is torch.Tensor.__bool__ and (known := self._decided(args[0])) is not None:
             return known
@@ -336,12 +350,15 @@ class Tape:
         outer, self._effects = self._effects, Effects()
         self._inside += 1
         try:
-            out = func(*plain_args, **plain_kwargs)
+            with unset_fake_temporarily() if self._is_known(func, given_leaves) else nullcontext():
+                out = func(*plain_args, **plain_kwargs)
             out = self._with_data(func, plain_args, plain_kwargs, out)
         finally:
             self._inside -= 1
             effects, self._effects = self._effects, outer
         self._note_gradients(given_leaves)
+        if func in _NUMBERS_OF:
+            self._verify_number(func, given, out)
         if func in _HANG_HOOKS:
             self._hook_hung(func, given)
         else:
@@ -410,6 +427,8 @@ class Tape:
         call.end, call.where, call.in_checkpoint = call.time, model_line(), bool(self._region)
         if effects.random or any(map(self._is_of_data, _with_values(func, given.leaves))):
             self._of_data.update(call.returned.refs())
+        if any(isinstance(leaf, SizeOf) for leaf in given.leaves) or not self._of_sizes.isdisjoint(given.refs()):
+            self._of_sizes.update(call.returned.refs())
         if getattr(func, "__name__", "") in ("lt", "__lt__"):
             self._remember_comparison(given, call.returned)
         self._scopes[-1].calls.append(call)
@@ -515,6 +534,17 @@ class Tape:
         self._verify(must_be, outcome, tensor)
         return outcome
 
+    def _is_known(self, func: Any, given: Sequence[Any]) -> bool:
+        """Whether a function takes numbers out of tensors that the recording has computed."""
+        tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
+        return func in _NUMBERS_OF and bool(tensors) and all(id(leaf) in self._computed for leaf in tensors)
+
+    def _verify_number(self, func: Any, given: Template, out: Any) -> None:
+        """Let layers verify a number that code takes out of a tensor that is made from sizes."""
+        if not self._of_sizes.isdisjoint(given.refs()):
+            verify = functools.partial(must_give, func, out, model_line())
+            self._add(verify, given, effects=Effects(verifies=True))
+
     def _verify(self, verify: Callable[..., None], outcome: bool, tensor: torch.Tensor) -> None:
         given = self.template(((outcome, tensor, model_line()), {}))
         self._add(verify, given, effects=Effects(verifies=True))
@@ -565,7 +595,11 @@ class Tape:
         now, outer = _state(), self._outer_context
         if now == outer:
             return ()
-        casts = tuple(new for new, old in zip(now[1], outer[1], strict=True) if new != old)
+        casts = tuple(
+            Cast(None if kind == self.device.type else kind, enabled, dtype if dtype != outer_dtype else None)
+            for (kind, enabled, dtype), (_, was_enabled, outer_dtype) in zip(now[1], outer[1], strict=True)
+            if (enabled, dtype) != (was_enabled, outer_dtype)
+        )
         return now[0], casts
 
     # Modules
@@ -634,16 +668,15 @@ class Tape:
         if not scope.target:  # the model itself
             raise error
         line = line_of(error)
-        leaves, structure = flatten((args, kwargs))
+        leaves, _ = flatten((args, kwargs))
         try:
-            with unset_fake_temporarily(), hidden_modes(), same_random_numbers(self.device), torch.no_grad():
-                real = [data_like(leaf, self.device) for leaf in leaves]
-                versions = [_version_of(leaf) for leaf in real]
-                given_args, given_kwargs = build(structure, real)
-                with self.weights.with_data(module), PadsNothing():
-                    result = module(*given_args, **given_kwargs)
+            with unset_fake_temporarily():
+                run = run_alone(module, args, kwargs, self.weights, self.device, self._reads_left)
+        except CaptureError:
+            raise
         except Exception:
             raise error from None
+        result = run.result
         if _holds_packed(result):  # no layer can send it: as many rows as data say
             raise error
         scope.calls.clear()
@@ -658,19 +691,20 @@ class Tape:
         scope.effects.work += sum(p.numel() for p in module.parameters()) * max(
             (
                 leaf.numel() // max(leaf.shape[-1], 1)
-                for leaf in real
+                for leaf in run.given
                 if isinstance(leaf, torch.Tensor) and leaf.dim()
             ),
             default=1,
         )
         changed = {
             id(now): leaf
-            for now, version, leaf in zip(real, versions, leaves, strict=True)
-            if _version_of(now) != version
+            for now, leaf, is_changed in zip(run.given, leaves, run.is_changed, strict=True)
+            if is_changed
         }
         if not self._computed.isdisjoint(map(id, changed.values())):
             raise Overwritten
-        scope.effects.mutated |= {storage_of(leaf) for leaf in changed.values()}
+        scope.effects.mutated |= {storage_of(leaf) for leaf in changed.values()} | run.buffers
+        self._note_left(scope, run)
         fakes = []
         self._inside += 1  # what follows is no call of the model's
         outer, self._effects = self._effects, Effects()
@@ -693,6 +727,34 @@ class Tape:
             self._effects = outer
         return build(out_structure, fakes)
 
+    def _note_left(self, scope: Call, run: AloneRun) -> None:
+        """Note what a module that ran alone has left beside its result."""
+        for tensor in run.made_of_data:
+            self._left_alone.add(tensor, scope.target)
+        self._left_numbers += [(scope, name) for name in run.numbers]
+        for tensor in run.in_place:
+            shown = self._held.of_storage.get(storage_of(tensor))
+            if shown is not None:
+                noted = self._in_place.setdefault(shown, InPlace(set()))
+                noted.memories.add(storage_of(tensor))
+                noted.scopes.append(scope)
+                noted.calls.append(scope)
+
+    def _reads_left(self, tensor: torch.Tensor) -> None:
+        """Let a module stay whole that reads what one within it has left when it ran alone.
+
+        Raises:
+            CaptureError: other code reads it.
+        """
+        owner = self._left_alone.owner_of(tensor)
+        if owner is None or owner == self._scopes[-1].target:
+            return
+        for scope in reversed(self._scopes[1:]):
+            if owner == scope.target or owner.startswith(f"{scope.target}."):
+                scope.why_whole = scope.why_whole or f"its code reads what {owner} leaves ({model_line()})"
+                return
+        raise CaptureError(LEFT_ALONE.format(owner=owner, what="a tensor", where=f" ({model_line()})"))
+
     # The run
 
     def _noting_seeds(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -702,6 +764,11 @@ class Tape:
             return function(*args, **kwargs)
 
         return noting
+
+    def _takes_gradients(self, function: str) -> None:
+        """Note that code takes gradients: across a boundary a layer has a part of the graph alone."""
+        if not self._inside and not self._is_steps():
+            self._whole(f"its code takes gradients by {function}()")
 
     def _uses_graph(self, function: str) -> None:
         """Note that code registers hooks on a graph: what is written down would not do so again."""
@@ -766,6 +833,12 @@ class Tape:
             self._attribute_set(module, name, value)
             set_attribute(module, name, value)
 
+        backward = torch.autograd.backward
+
+        def taken(*args: Any, **kwargs: Any) -> Any:
+            self._takes_gradients("backward")
+            return backward(*args, **kwargs)
+
         enter = saved_tensors_hooks.__enter__
 
         def entered(hooks: saved_tensors_hooks) -> None:
@@ -788,6 +861,7 @@ class Tape:
                 stack.enter_context(patched(owner, name, self._noting_seeds(name, getattr(owner, name))))
             stack.enter_context(patched(builtins, "len", length_of))
             stack.enter_context(patched(builtins, "range", CountedRange))
+            stack.enter_context(patched(torch.autograd, "backward", taken))
             stack.enter_context(patched(nn.Module, "__call__", called))
             stack.enter_context(patched(nn.Module, "__setattr__", set_noted))
             stack.enter_context(patched(torch._C.ScriptFunction, "__call__", scripted))
@@ -834,6 +908,7 @@ class Tape:
             dict(self.model.named_modules()), self.device, self.weights.dtypes,
             self.weights.first_names, self._sets,
             begun_with=self._left, filled_by=self._filled_by, in_place=self._in_place,
+            left_numbers=self._left_numbers,
         )  # fmt: skip
 
     def _with_views_of_weights(self, out: Any) -> Any:
@@ -981,8 +1056,3 @@ def device_of(model: nn.Module, args: Any, kwargs: Any) -> torch.device:
     tensors = [*model.parameters(), *model.buffers(), *(t for t in flatten((args, kwargs))[0])]
     found = next((t.device for t in tensors if isinstance(t, torch.Tensor)), torch.device("cpu"))
     return torch.device("cpu") if found.type == "meta" else found
-
-
-def _version_of(leaf: Any) -> int | None:
-    """How often a tensor was changed in place; None of what is no tensor, too."""
-    return version_of(leaf) if isinstance(leaf, torch.Tensor) else None

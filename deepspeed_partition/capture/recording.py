@@ -41,6 +41,17 @@ class Device:
     """The device of the model, whichever that is when a layer runs."""
 
 
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """A region of autocast around a call, where it is another than around the model."""
+
+    kind: str | None
+    """The type of device; None: that of the device on which the layer runs."""
+    enabled: bool
+    dtype: torch.dtype | None
+    """None: the one around the model."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Template:
     """A nested value with places for tensors and sizes; all other leaves are constants."""
@@ -103,7 +114,7 @@ class Call:
     calls: list[Call] = field(default_factory=list)
     effects: Effects = field(default_factory=Effects)
     context: tuple[Any, ...] = ()
-    """Whether gradients are on, and autocast by device, where that differs from how the model was called."""
+    """Whether gradients are on, and regions of autocast, where that differs from how the model was called."""
     where: str = ""
     """The line of the model's source."""
     objects: list[Any] = field(default_factory=list)
@@ -179,3 +190,5 @@ class Recording:
     """What code changes of tensors that are neither weights nor buffers, by what these are called."""
     unfilled: dict[str, Call] = field(default_factory=dict)
     """What code fills, or changes, and does not read in its next run, with the module whose code does."""
+    left_numbers: list[tuple[Call, str]] = field(default_factory=list)
+    """The modules that ran alone and then had other numbers among their attributes, with the attributes' names."""

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from deepspeed_partition.capture.shown_texts import only_shows
+
 KNOW_SYMBOLS = frozenset({"einops"})
 """Libraries that keep what they found for a shape, and find it anew where torch's symbolic numbers, which have no
 hash, stand in it. What was kept would be for this shape alone, or for another capture."""
@@ -128,13 +130,18 @@ class Size:
             raise TypeError("unhashable type: a number that stands for a size")
         return hash(self._asked())
 
-    def __repr__(self) -> str:
-        return repr(self.number)
+    def _written(self) -> Any:
+        """The number, for a text: what code does with that is not known, but where it only shows it."""
+        return self.number if only_shows(sys._getframe(2)) else self._asked()
 
-    __str__ = __repr__
+    def __repr__(self) -> str:
+        return repr(self._written())
+
+    def __str__(self) -> str:
+        return str(self._written())
 
     def __format__(self, kind: str) -> str:
-        return format(self.number, kind)
+        return format(self._written(), kind)
 
     def is_integer(self) -> bool:
         return float(self).is_integer()

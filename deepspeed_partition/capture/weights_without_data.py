@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from deepspeed_partition.tensor_values import version_of
+
 FLAGS = (bool, int, float, str)
 """The types of attributes by which a layer may note that it has set its weights."""
 
@@ -129,9 +131,14 @@ class WeightsWithoutData:
         return like
 
     @contextmanager
-    def with_data(self, module: nn.Module) -> Iterator[None]:
-        """Let a module have copies of its own weights meanwhile, or zeros where these have no data themselves."""
+    def with_data(self, module: nn.Module, changed: set[int]) -> Iterator[None]:
+        """Let a module have copies of its own weights meanwhile, or zeros where these have no data themselves.
+
+        Args:
+            changed: Gets the storages of what stands for the buffers that the module has changed.
+        """
         places: list[tuple[dict[str, Any], str, Any]] = []
+        copies: list[tuple[torch.Tensor, int | None]] = []
         try:
             for part in module.modules():
                 tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
@@ -149,11 +156,15 @@ class WeightsWithoutData:
                         table[name] = (
                             nn.Parameter(real, requires_grad=False) if isinstance(tensor, nn.Parameter) else real
                         )
+                        copies.append((table[name], version_of(table[name])))
             yield
         finally:
-            for table, name, tensor in places:
+            for (table, name, tensor), (copy, version) in zip(places, copies, strict=True):
                 if self._is_written(tensor, table[name]):
                     self.written.add(storage_of(tensor))
+                is_buffer = not isinstance(tensor, nn.Parameter)
+                if is_buffer and (table.get(name) is not copy or version_of(copy) != version):
+                    changed.add(storage_of(tensor))
                 table[name] = tensor
 
     def _is_written(self, stand_in: torch.Tensor, copy: torch.Tensor) -> bool:

@@ -1,0 +1,191 @@
+"""One run, on data of our own, of a module that cannot run without data, and what it leaves beside its result.
+
+What such a run leaves in an attribute, a container or a buffer is made of data of our own. Layers leave it on
+their rank: code elsewhere that reads it would read a constant of the capture, or what another rank has not.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deepspeed_partition.capture.structure import build, flatten
+from deepspeed_partition.capture.weights_without_data import FLAGS, WeightsWithoutData, storage_of
+from deepspeed_partition.capture.without_data import PadsNothing, data_like, hidden_modes, same_random_numbers
+from deepspeed_partition.tensor_values import has_memory, version_of
+
+
+class LeftTensors:
+    """The tensors made of data that modules have left somewhere when they ran alone."""
+
+    def __init__(self) -> None:
+        self._owners: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+
+    def add(self, tensor: torch.Tensor, owner: str) -> None:
+        self._owners[id(tensor)] = weakref.ref(tensor), owner
+
+    def owner_of(self, tensor: torch.Tensor) -> str | None:
+        """The name of the module that has left a tensor; None where none has."""
+        found = self._owners.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
+
+
+@dataclass(slots=True)
+class AloneRun:
+    """What one run of a module did."""
+
+    given: list[Any]
+    """The leaves of its arguments, with data."""
+    is_changed: list[bool]
+    """Which of these it has changed in place."""
+    result: Any
+    numbers: list[str]
+    """The attributes, of it and of modules within it, that are other numbers than before: ``num_dropped``."""
+    buffers: set[int]
+    """The storages of what stands for the buffers that it has changed."""
+    in_place: list[torch.Tensor]
+    """What it has changed besides, and that was there before; it is put back."""
+    made_of_data: list[torch.Tensor]
+    """The tensors made of data that are somewhere now."""
+
+
+class _FollowsData(TorchDispatchMode):
+    """Follows what is computed of data, and puts back what was there before and is written to.
+
+    Args:
+        of_data: The tensors that the run begins with: arguments, weights.
+        others: Further tensors of the run, such as copies of buffers.
+        reads: Is told each tensor that an operation reads.
+    """
+
+    def __init__(
+        self,
+        of_data: Iterable[torch.Tensor],
+        others: Iterable[torch.Tensor],
+        reads: Callable[[torch.Tensor], None],
+    ) -> None:
+        super().__init__()
+        self._reads = reads
+        self._of_data: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._own: set[int] = set()
+        self._before: dict[int, tuple[torch.Tensor, Any]] = {}
+        for tensor in of_data:
+            self._add(tensor, is_of_data=True)
+        for tensor in others:
+            self._add(tensor, is_of_data=False)
+
+    def _add(self, tensor: torch.Tensor, *, is_of_data: bool) -> None:
+        if is_of_data:
+            self._of_data[id(tensor)] = weakref.ref(tensor)
+        if has_memory(tensor):
+            self._own.add(storage_of(tensor))
+
+    def _is_of_data(self, tensor: torch.Tensor) -> bool:
+        found = self._of_data.get(id(tensor))
+        return found is not None and found() is tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        read = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        for tensor in read:
+            self._reads(tensor)
+        self._keep_written(func, args, kwargs)
+        out = func(*args, **kwargs)
+        is_of_data = torch.Tag.nondeterministic_seeded in func.tags or any(map(self._is_of_data, read))
+        known = {storage_of(tensor) for tensor in read if has_memory(tensor)}
+        for tensor in flatten(out)[0]:
+            if isinstance(tensor, torch.Tensor):
+                if is_of_data:
+                    self._of_data[id(tensor)] = weakref.ref(tensor)
+                if has_memory(tensor) and storage_of(tensor) not in known:
+                    self._own.add(storage_of(tensor))
+        return out
+
+    def _keep_written(self, func: Any, args: Any, kwargs: Any) -> None:
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            written = args[place] if place < len(args) else kwargs.get(argument.name)
+            for tensor in written if isinstance(written, list | tuple) else [written]:
+                if isinstance(tensor, torch.Tensor) and has_memory(tensor):
+                    storage = storage_of(tensor)
+                    if storage not in self._own and storage not in self._before:
+                        self._before[storage] = tensor, tensor.untyped_storage().clone()
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        try:
+            with self:
+                yield
+        finally:
+            for tensor, storage in self._before.values():
+                tensor.untyped_storage().copy_(storage)
+
+    def changed(self) -> list[torch.Tensor]:
+        """What was there before and was written to."""
+        return [tensor for tensor, _ in self._before.values()]
+
+    def made_of_data(self) -> list[torch.Tensor]:
+        found = (each() for each in list(self._of_data.values()))
+        return [tensor for tensor in found if tensor is not None]
+
+
+def run_alone(
+    module: nn.Module, args: Any, kwargs: Any, weights: WeightsWithoutData, device: torch.device,
+    reads: Callable[[torch.Tensor], None],
+) -> AloneRun:  # fmt: skip
+    """Run a module once on data of our own, with copies of its weights.
+
+    Args:
+        weights: What stands for the model's weights.
+        device: Where it runs.
+        reads: Is told each tensor that an operation of the run reads.
+
+    Raises:
+        Exception: whatever its code, or ``reads``, raises.
+    """
+    leaves, structure = flatten((args, kwargs))
+    before, buffers = _numbers_of(module), set[int]()
+    with hidden_modes(), same_random_numbers(device), torch.no_grad():
+        given = [data_like(leaf, device) for leaf in leaves]
+        versions = list(map(_version_of, given))
+        both = zip(given, leaves, strict=True)
+        made = [now for now, leaf in both if isinstance(now, torch.Tensor) and now is not leaf]
+        given_args, given_kwargs = build(structure, given)
+        with weights.with_data(module, buffers):
+            follows = _FollowsData([*made, *module.parameters()], module.buffers(), reads)
+            with follows.following(), PadsNothing():
+                result = module(*given_args, **given_kwargs)
+    after = _numbers_of(module)
+    of_run = set(map(id, made))
+    return AloneRun(
+        given,
+        [_version_of(now) != version for now, version in zip(given, versions, strict=True)],
+        result,
+        [name.rpartition(".")[2] for name, value in after.items() if name not in before or before[name] != value],
+        buffers,
+        follows.changed(),
+        [each for each in follows.made_of_data() if id(each) not in of_run],
+    )
+
+
+def _numbers_of(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module, and of those within it, that are numbers, flags or names."""
+    return {
+        f"{path}.{name}": value
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if type(value) in FLAGS and name != "training"
+    }
+
+
+def _version_of(leaf: Any) -> int | None:
+    """How often a tensor was changed in place; None of what is no tensor, too."""
+    return version_of(leaf) if isinstance(leaf, torch.Tensor) else None

@@ -1,0 +1,353 @@
+"""What modules that run whole leave beside what they return, and what else a cut would part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+from deepspeed_partition.capture import CaptureError, ShapeError, layers_as_they_are  # noqa: E402
+from tests.capture.comparing import captured_layers, run_in_order  # noqa: E402
+
+WIDTH = 8
+
+
+class Blocks(nn.Module):
+    """Something within its blocks; what ``around`` does differs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def through(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+# What a module that decides by data leaves
+
+
+class Router(nn.Module):
+    """Gives each sample to an expert, and leaves something of that where code may read it."""
+
+    def __init__(self, leaves: str) -> None:
+        super().__init__()
+        self.gate, self.leaves = nn.Linear(WIDTH, 2), leaves
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.register_buffer("counts", torch.zeros(2))
+        self.aux: Any = None
+        self.stats: dict[str, Any] = {}
+        self.num_kept, self.average = 0, torch.zeros(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        share = self.gate(x).softmax(-1)
+        chosen, given = share.argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero(as_tuple=True)
+            given[rows] = expert(x[rows])
+        self.leave(share, chosen, given)
+        return given + x
+
+    def leave(self, share: torch.Tensor, chosen: torch.Tensor, given: torch.Tensor) -> None:
+        if self.leaves == "an attribute":
+            self.aux = share.mean(0).pow(2).sum()
+        elif self.leaves == "an entry":
+            self.stats["aux"] = share.mean(0)
+        elif self.leaves == "what it returns":
+            self.aux = given
+        elif self.leaves == "a number":
+            self.num_kept = int((share > 0.5).sum())
+        elif self.leaves == "a buffer":
+            self.counts = self.counts + torch.bincount(chosen, minlength=2)
+        elif self.leaves == "a buffer in place":
+            self.counts += torch.bincount(chosen, minlength=2)
+        elif self.leaves == "a tensor in place":
+            self.average.lerp_(share.detach().mean(0), 0.1)
+
+    def read(self) -> Any:
+        if self.leaves == "an entry":
+            return self.stats["aux"].sum()
+        if self.leaves == "a number":
+            return self.num_kept
+        if self.leaves.startswith("a buffer"):
+            return self.counts.mean()
+        return self.average.mean() if self.leaves == "a tensor in place" else self.aux.mean()
+
+
+class Routed(Blocks):
+    def __init__(self, leaves: str, reads: bool = True) -> None:
+        super().__init__()
+        self.router, self.reads = Router(leaves), reads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.through(self.router(self.first(x)))
+        return x * (1 + self.router.read()) if self.reads else x
+
+
+LEFT = ["an attribute", "an entry", "what it returns", "a number"]
+
+
+@pytest.mark.parametrize("leaves", LEFT)
+def test_what_a_module_that_decides_by_data_leaves_is_read_by_no_other_code(leaves):
+    """The code read what one run on data of our own had left, as a constant."""
+    model = Routed(leaves)
+    with pytest.raises(CaptureError, match=r"^router decides by data.* leaves .* beside what it returns"):
+        captured_layers(model, torch.randn(4, WIDTH))
+    assert (model.router.aux, model.router.stats, model.router.num_kept) == (None, {}, 0)
+    layers = layers_as_they_are(model, (torch.randn(4, WIDTH),), {})  # the code around the blocks stays whole
+    for _ in range(2):
+        x = torch.randn(4, WIDTH)
+        torch.testing.assert_close(run_in_order(layers, x), model(x))
+
+
+def test_a_tensor_that_a_module_changes_in_place_is_read_by_no_other_code():
+    model = Routed("a tensor in place")
+    before = model.router.average.clone()
+    with pytest.raises(CaptureError, match=r"keeps self\.router\.average for its next run"):
+        layers_as_they_are(model, (torch.randn(4, WIDTH),), {})
+    assert torch.equal(model.router.average, before)
+
+
+@pytest.mark.parametrize("leaves", ["an attribute", "an entry", "a number", "a buffer", "a tensor in place"])
+def test_what_a_module_leaves_for_itself_hinders_nothing(leaves):
+    model = Routed(leaves, reads=False)
+    layers = layers_as_they_are(model, (torch.randn(4, WIDTH),), {})
+    assert len(layers) >= 6
+    x = torch.randn(4, WIDTH)
+    assert torch.equal(run_in_order(layers, x), model(x))
+
+
+class Gathered(nn.Module):
+    """Has a router, and returns what that leaves, too."""
+
+    def __init__(self, leaves: str) -> None:
+        super().__init__()
+        self.router = Router(leaves)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return self.router(x), torch.as_tensor(self.router.read(), dtype=x.dtype)
+
+
+class HasGathered(Blocks):
+    def __init__(self, leaves: str) -> None:
+        super().__init__()
+        self.gathered = Gathered(leaves)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, aux = self.gathered(self.first(x))
+        return self.through(x) * (1 + aux)
+
+
+@pytest.mark.parametrize("leaves", ["an attribute", "an entry", "a number", "a tensor in place"])
+def test_a_module_around_it_that_returns_what_it_leaves_stays_whole(leaves):
+    model = HasGathered(leaves)
+    layers = layers_as_they_are(model, (torch.randn(4, WIDTH),), {})
+    assert any("gathered" in names for names in layers.recipe.names)
+    for _ in range(2):
+        x = torch.randn(4, WIDTH)
+        average = model.gathered.router.average.clone()
+        expected = model(x)
+        model.gathered.router.average.copy_(average)
+        torch.testing.assert_close(run_in_order(layers, x), expected)
+
+
+@pytest.mark.parametrize("leaves", ["a buffer", "a buffer in place"])
+def test_a_buffer_that_such_a_module_changes_is_used_by_its_layer(leaves):
+    """The buffer was not known to change, and the last layer had a copy that stayed what it was."""
+    model = Routed(leaves)
+    layers = captured_layers(model, torch.randn(4, WIDTH))
+    using = [names for names in layers.recipe.names if {"router", "router.counts"} & set(names)]
+    assert len(using) == 1
+    x = torch.randn(4, WIDTH)
+    before = model.router.counts.clone()
+    expected = model(x)
+    model.router.counts = before
+    torch.testing.assert_close(run_in_order(layers, x), expected)
+
+
+# A buffer that changes in one state alone
+
+
+class Averages(Blocks):
+    """Changes a buffer in training, behind all that reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x) * self.scale
+        for block in self.blocks:
+            x = block(x) * self.scale
+        if self.training:
+            with torch.no_grad():
+                self.scale.mul_(0.5).add_(x.detach().abs().mean(0))
+        return self.last(x)
+
+
+def test_a_buffer_that_changes_in_training_alone_is_not_parted():
+    """Layers made in evaluation had a copy each, of which one changed."""
+    x = torch.randn(3, WIDTH)
+    layers = captured_layers(Averages().eval(), x)
+    for layer in layers:
+        layer.train()
+    with pytest.raises(CaptureError, match=r"changes its buffer scale in training, .*model.train.. first"):
+        run_in_order(layers, x)
+    model = Averages()
+    layers = captured_layers(model, x)
+    assert sum("scale" in names for names in layers.recipe.names) == 1
+    for layer in layers:
+        layer.eval()
+    assert torch.equal(run_in_order(layers, x), model.eval()(x))
+
+
+# Gradients that code takes within
+
+
+class Penalized(Blocks):
+    """Its energy, and the forces that this means for what comes in."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        energy = self.through(hidden)
+        if self.way == "grad":
+            (forces,) = torch.autograd.grad(energy.sum(), hidden, create_graph=True)
+        elif self.way == "backward":
+            hidden.retain_grad()
+            energy.sum().backward(create_graph=True)
+            forces = hidden.grad
+        else:
+            hidden.retain_grad()
+            torch.autograd.backward([energy.sum()], create_graph=True)
+            forces = hidden.grad
+        return energy + forces
+
+
+class HasPenalized(Blocks):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.penalized = Penalized(way)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.through(self.penalized(self.first(x)))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+@pytest.mark.parametrize("way", ["grad", "backward", "torch.autograd.backward"])
+def test_code_that_takes_gradients_is_not_cut(way):
+    """Across a boundary such a gradient is that of one layer's part of the graph."""
+    x = torch.randn(3, WIDTH)
+    with pytest.raises(CaptureError, match="its code takes gradients by"):
+        captured_layers(Penalized(way), x)
+    layers = captured_layers(HasPenalized(way), x)
+    assert [names for names in layers.recipe.names if any("penalized" in name for name in names)] == [
+        ["penalized"]
+    ]
+
+
+# Numbers of sizes that code makes texts and numbers of
+
+
+class BySize(Blocks):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.num_shown = way, 0
+        self.by_length = nn.ModuleDict({"5": nn.Identity(), "7": nn.Tanh()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.through(self.first(x))
+        length = x.shape[1]
+        if self.way == "str":
+            return self.by_length[str(length)](x)
+        if self.way == "f-string":
+            return getattr(self, f"of_{length}")(x)
+        if self.way == "item":
+            return x * torch.tensor(length).item()
+        if self.way == "float":
+            return x * float(torch.arange(length, device=x.device).max() + 1)
+        if self.way == "numpy":
+            return x * float(torch.arange(length, device=x.device).numpy().max())
+        if self.way == "is_nonzero":
+            return x * 2 if torch.is_nonzero(torch.tensor(length - 5)) else x
+        if self.way == "print":
+            print(f"{x.shape} of {length}")
+        assert length > 0, f"a sequence of length {length}"
+        return x
+
+    def of_5(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def of_7(self, x: torch.Tensor) -> torch.Tensor:
+        return -x
+
+
+@pytest.mark.parametrize("way", ["str", "f-string", "item", "float", "numpy", "is_nonzero"])
+def test_what_code_makes_of_a_size_as_text_or_number_holds_for_that_size(way):
+    """Another length ran the module of the captured one, or with its number."""
+    model = BySize(way)
+    layers = captured_layers(model, torch.randn(3, 5, WIDTH))
+    x = torch.randn(2, 5, WIDTH)
+    assert torch.equal(run_in_order(layers, x), model(x))
+    with pytest.raises(
+        ShapeError, match=r"takes another way for the sizes of this batch \(.*test_whole_modules\.py"
+    ):
+        run_in_order(layers, torch.randn(3, 7, WIDTH))
+
+
+@pytest.mark.parametrize("way", ["print", "assert"])
+def test_a_size_that_code_only_shows_may_change(way):
+    model = BySize(way)
+    layers = captured_layers(model, torch.randn(3, 5, WIDTH))
+    x = torch.randn(3, 7, WIDTH)
+    assert torch.equal(run_in_order(layers, x), model(x))
+
+
+# Autocast on another device than that of the capture
+
+
+class InFull(Blocks):
+    """Computes a part in full precision, whatever is around it."""
+
+    def __init__(self, kind: str | None) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        with torch.autocast(self.kind or x.device.type, enabled=False):
+            x = self.blocks[0](x.float())
+        return self.last(x)
+
+
+@pytest.mark.parametrize("kind", [None, "cuda"])
+def test_regions_of_autocast_are_those_of_the_device_that_runs(kind):
+    """A model that is captured on a CPU and trains on a GPU lost its regions without autocast."""
+    from deepspeed_partition.capture.program import context_of
+
+    model = InFull(kind)
+    layers = captured_layers(model, torch.randn(3, WIDTH))
+    programs = layers.recipe._captured_again(layers.captured, True, (), (True, torch.float16, "cuda"))
+    regions = [step.context for program in programs for step in program.steps if step.context]
+    assert regions
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        for context in regions:
+            with context_of(context, torch.device("cuda")):
+                assert not torch.is_autocast_enabled("cuda")
+            assert torch.is_autocast_enabled("cuda")
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert not torch.is_autocast_enabled("cpu")
+    x = torch.randn(3, WIDTH)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(run_in_order(layers, x), model(x))
