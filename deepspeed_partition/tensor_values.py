@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -52,8 +54,10 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor]
 
 
-def num_bytes_of(tensor: torch.Tensor) -> int:
-    """The bytes of a tensor's elements, as many of them as it has."""
+def num_bytes_of(tensor: Any) -> int:
+    """The bytes of the elements of a tensor, or of an array: as many of them as it has."""
+    if not isinstance(tensor, torch.Tensor):
+        return int(tensor.nbytes)
     return sum(part.numel() * part.element_size() for part in parts_of(tensor))
 
 

@@ -6,6 +6,7 @@ their rank: code elsewhere that reads it would read a constant of the capture, o
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,23 +17,30 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed_partition.capture.structure import build, flatten
-from deepspeed_partition.capture.weights_without_data import FLAGS, WeightsWithoutData, storage_of
+from deepspeed_partition.capture.recording import Call
+from deepspeed_partition.capture.structure import build, flatten, holds_plain
+from deepspeed_partition.capture.weights_without_data import WeightsWithoutData, storage_of
 from deepspeed_partition.capture.without_data import PadsNothing, data_like, hidden_modes, same_random_numbers
 from deepspeed_partition.tensor_values import has_memory, version_of
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+_NUMBERS_OF = (
+    torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default,
+)  # fmt: skip
+"""The operations that take plain numbers out of tensors."""
 
 
 class LeftTensors:
     """The tensors made of data that modules have left somewhere when they ran alone."""
 
     def __init__(self) -> None:
-        self._owners: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        self._owners: dict[int, tuple[weakref.ref[torch.Tensor], Call]] = {}
 
-    def add(self, tensor: torch.Tensor, owner: str) -> None:
+    def add(self, tensor: torch.Tensor, owner: Call) -> None:
         self._owners[id(tensor)] = weakref.ref(tensor), owner
 
-    def owner_of(self, tensor: torch.Tensor) -> str | None:
-        """The name of the module that has left a tensor; None where none has."""
+    def owner_of(self, tensor: torch.Tensor) -> Call | None:
+        """The call of the module that has left a tensor; None where none has."""
         found = self._owners.get(id(tensor))
         return found[1] if found is not None and found[0]() is tensor else None
 
@@ -46,8 +54,8 @@ class AloneRun:
     is_changed: list[bool]
     """Which of these it has changed in place."""
     result: Any
-    numbers: list[str]
-    """The attributes, of it and of modules within it, that are other numbers than before: ``num_dropped``."""
+    numbers: set[tuple[str, str]]
+    """What it has set and is no tensor: the owner's name below it, and that of the attribute."""
     buffers: set[int]
     """The storages of what stands for the buffers that it has changed."""
     in_place: list[torch.Tensor]
@@ -73,6 +81,7 @@ class _FollowsData(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._reads = reads
+        self._has_numbers = False
         self._of_data: dict[int, weakref.ref[torch.Tensor]] = {}
         self._own: set[int] = set()
         self._before: dict[int, tuple[torch.Tensor, Any]] = {}
@@ -99,6 +108,10 @@ class _FollowsData(TorchDispatchMode):
         self._keep_written(func, args, kwargs)
         out = func(*args, **kwargs)
         is_of_data = torch.Tag.nondeterministic_seeded in func.tags or any(map(self._is_of_data, read))
+        if is_of_data and func in _NUMBERS_OF:
+            self._has_numbers = True
+        elif self._has_numbers and (not read or func is torch.ops.aten.lift_fresh.default):
+            is_of_data = True  # it may be made of such a number
         known = {storage_of(tensor) for tensor in read if has_memory(tensor)}
         for tensor in flatten(out)[0]:
             if isinstance(tensor, torch.Tensor):
@@ -152,7 +165,7 @@ def run_alone(
         Exception: whatever its code, or ``reads``, raises.
     """
     leaves, structure = flatten((args, kwargs))
-    before, buffers = _numbers_of(module), set[int]()
+    before, buffers = _plain_values_of(module), set[int]()
     with hidden_modes(), same_random_numbers(device), torch.no_grad():
         given = [data_like(leaf, device) for leaf in leaves]
         versions = list(map(_version_of, given))
@@ -163,26 +176,25 @@ def run_alone(
             follows = _FollowsData([*made, *module.parameters()], module.buffers(), reads)
             with follows.following(), PadsNothing():
                 result = module(*given_args, **given_kwargs)
-    after = _numbers_of(module)
-    of_run = set(map(id, made))
+    after = _plain_values_of(module)
     return AloneRun(
         given,
         [_version_of(now) != version for now, version in zip(given, versions, strict=True)],
         result,
-        [name.rpartition(".")[2] for name, value in after.items() if name not in before or before[name] != value],
+        {name for name, value in after.items() if name not in before or before[name] != value},
         buffers,
         follows.changed(),
-        [each for each in follows.made_of_data() if id(each) not in of_run],
+        follows.made_of_data(),
     )
 
 
-def _numbers_of(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module, and of those within it, that are numbers, flags or names."""
+def _plain_values_of(module: nn.Module) -> dict[tuple[str, str], Any]:
+    """The attributes of a module, and of those within it, that hold numbers and texts, as they are now."""
     return {
-        f"{path}.{name}": value
+        (path, name): copy.deepcopy(value) if isinstance(value, dict | list | set) else value
         for path, part in module.named_modules()
         for name, value in vars(part).items()
-        if type(value) in FLAGS and name != "training"
+        if name not in _OF_TORCH and holds_plain(value)
     }
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 
 from deepspeed_partition.capture.element_attributes import attributes_noted, of_class, subclass_of
 from deepspeed_partition.capture.left_behind import Left, is_no_librarys
+from deepspeed_partition.capture.owner_reads import reads_attribute_of
 from deepspeed_partition.capture.reads_in_code import ReadsInCode
 from deepspeed_partition.capture.recorder import LEFT_ALONE, CaptureError
 from deepspeed_partition.capture.recording import AttributeSet, Call, InPlace, Recording, Ref, Template
@@ -116,25 +116,14 @@ def _keep_left_numbers(recording: Recording) -> None:
         CaptureError: the model's own code reads one.
     """
     by_time = {call.time: call for call in _modules_in(recording.root)}
-    for scope, name in recording.left_numbers:
+    for scope, below, name in recording.left_numbers:
+        path = ".".join(filter(None, (scope.target, below)))
         for around in (by_time[time] for time in reversed(scope.scopes)):
-            if _reads_number(recording.modules[around.target], recording.modules[scope.target], name):
+            if reads_attribute_of(recording.modules[around.target], recording.modules[path], path, name):
                 if around is recording.root:
                     raise CaptureError(LEFT_ALONE.format(owner=scope.target, what=f"the number {name}", where=""))
-                _keep(recording, around, written_name(scope.target, name), "")
+                _keep(recording, around, written_name(path, name), "")
                 break
-
-
-def _reads_number(part: nn.Module, owner: nn.Module, name: str) -> bool:
-    """Whether the code of a module reads an attribute of one within it, itself or by a method of that one."""
-    reads = reads_of(part)
-    if reads.has_attribute(name):
-        return True
-    kinds = {type(each) for each in owner.modules()}
-    own = {key: each for kind in kinds for base in kind.__mro__ if base is not nn.Module
-           for key, each in vars(base).items()}  # fmt: skip
-    called = [getattr(each, "fget", each) for key, each in own.items() if reads.has_attribute(key)]
-    return ReadsInCode(each for each in called if isinstance(each, FunctionType)).has_attribute(name)
 
 
 def _keep_changed_in_place(recording: Recording) -> None:

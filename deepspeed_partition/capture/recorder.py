@@ -51,10 +51,12 @@ from deepspeed_partition.capture.recording import (
     SizeOf,
     Template,
     Value,
+    is_within,
 )
+from deepspeed_partition.capture.shown_texts import only_shows
 from deepspeed_partition.capture.sizes import Condition, CountedRange, Dimension, Shape, Size, number_of, size
-from deepspeed_partition.capture.source_lines import line_of, model_line
-from deepspeed_partition.capture.structure import build, flatten, holds_tensors
+from deepspeed_partition.capture.source_lines import line_of, model_frame, model_line
+from deepspeed_partition.capture.structure import build, flatten, holds_plain, holds_tensors
 from deepspeed_partition.capture.weights_without_data import State, WeightsWithoutData, storage_of
 from deepspeed_partition.capture.without_data import hidden_functions
 from deepspeed_partition.tensor_values import has_memory
@@ -130,6 +132,10 @@ LEFT_ALONE = (
     "{owner} decides by data, and so runs whole, and leaves {what} beside what it returns, which the model's own "
     "code reads{where}: let its forward() return that, too"
 )
+USES_ANOTHERS = (
+    "{} decides by data, and so runs whole, and uses {}, which is another module's ({}), and may be on another "
+    "rank: let a module of both use it, or give it as an argument"
+)
 _HANG_HOOKS = (
     torch.Tensor.register_hook,
     torch.Tensor.register_post_accumulate_grad_hook,
@@ -148,6 +154,8 @@ _SHAPE: Any = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _GRAD_FN: Any = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _SIZE = torch.Tensor.size
 _STRIDE, _LENGTH = torch.Tensor.stride, torch.Tensor.__len__
+_TAKE_GRADIENTS = (torch.autograd.grad, torch.Tensor.backward, torch.autograd.backward)
+_RUN_BACKWARD = "_engine_run_backward"
 _NUMBERS_OF = frozenset((
     torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__bool__,
     torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__, torch.Tensor.__complex__,
@@ -193,6 +201,8 @@ class Tape:
         self._outer_context = _state()
         self._random_units: set[int] = set()
         self._region = 0
+        self._named_casts: list[tuple[str, bool]] = []
+        """The regions of autocast that code is in: each one's type of device, and whether it names a type."""
         self.draws = Draws(model)
         self._of_data: set[int] = set()
         """The values that are not made of sizes and buffers alone."""
@@ -207,7 +217,10 @@ class Tape:
         self._in_place: dict[str, InPlace] = {}
         """The tensors of the program, by what they are called, that are neither weights nor buffers."""
         self._left_alone = LeftTensors()
-        self._left_numbers: list[tuple[Call, str]] = []
+        self._left_numbers: list[tuple[Call, str, str]] = []
+        self._set_alone: set[tuple[str, str]] | None = None
+        """What a module that runs alone sets: plain values, by the names of their owners and their own."""
+        self._closing: Call | None = None
 
     # What another run has left behind
 
@@ -333,8 +346,8 @@ class Tape:
         sizes = self._sizes(func, args, kwargs)
         if sizes is not None:
             return sizes
-        if func in (torch.autograd.grad, torch.Tensor.backward):
-            self._takes_gradients(func.__name__)
+        if func in _TAKE_GRADIENTS:
+            self._takes_gradients(func.__name__, *args, **kwargs)
         given_leaves, structure = flatten((args, kwargs))
         if func is torch.Tensor.__bool__ and (known := self._decided(args[0])) is not None:
             return known
@@ -458,6 +471,10 @@ class Tape:
     def _attribute_set(self, module: nn.Module, name: str, value: Any) -> None:
         """Note an attribute in which code may keep something for its next run."""
         owner = self._path_of.get(id(module))
+        if self._set_alone is not None:
+            if owner is not None and name not in OF_HOSTS and holds_plain(value):
+                self._set_alone.add((owner, name))
+            return
         if self._inside or not self._scopes or owner is None or name in OF_HOSTS:
             return
         before = vars(module).get(name)
@@ -541,7 +558,7 @@ class Tape:
 
     def _verify_number(self, func: Any, given: Template, out: Any) -> None:
         """Let layers verify a number that code takes out of a tensor that is made from sizes."""
-        if not self._of_sizes.isdisjoint(given.refs()):
+        if not self._of_sizes.isdisjoint(given.refs()) and not only_shows(model_frame()):
             verify = functools.partial(must_give, func, out, model_line())
             self._add(verify, given, effects=Effects(verifies=True))
 
@@ -595,8 +612,9 @@ class Tape:
         now, outer = _state(), self._outer_context
         if now == outer:
             return ()
+        named = dict(self._named_casts)  # the innermost of a kind is the last
         casts = tuple(
-            Cast(None if kind == self.device.type else kind, enabled, dtype if dtype != outer_dtype else None)
+            Cast(None if kind == self.device.type else kind, enabled, dtype if named.get(kind) else None)
             for (kind, enabled, dtype), (_, was_enabled, outer_dtype) in zip(now[1], outer[1], strict=True)
             if (enabled, dtype) != (was_enabled, outer_dtype)
         )
@@ -617,7 +635,7 @@ class Tape:
         region = scope.recomputed
         self._scopes.append(scope)
         try:
-            out = call(module, *args, **kwargs)
+            out = self._without_data(scope, module, call(module, *args, **kwargs))
             self._note_draws()
         except CaptureError:
             raise
@@ -658,7 +676,9 @@ class Tape:
         self._look_into(scope)
         scope.objects = []
         leaves, structure = flatten(out)
+        self._closing = scope
         scope.returned = Template(structure, tuple(self._leaf(leaf, None) for leaf in leaves))
+        self._closing = None
         if any(_is_opaque(leaf) for leaf in scope.returned.leaves):
             scope.why_open = "it returns an object that holds tensors"
         return out
@@ -669,13 +689,17 @@ class Tape:
             raise error
         line = line_of(error)
         leaves, _ = flatten((args, kwargs))
+        self._set_alone = set()
         try:
             with unset_fake_temporarily():
                 run = run_alone(module, args, kwargs, self.weights, self.device, self._reads_left)
+                run.numbers |= {(self._below(scope, owner), name) for owner, name in self._set_alone}
         except CaptureError:
             raise
         except Exception:
             raise error from None
+        finally:
+            self._set_alone = None
         result = run.result
         if _holds_packed(result):  # no layer can send it: as many rows as data say
             raise error
@@ -716,42 +740,82 @@ class Tape:
                     if id(leaf) in changed:
                         leaf = changed[id(leaf)]
                     elif isinstance(leaf, torch.Tensor):
-                        fake = torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device)
-                        if wants and leaf.is_floating_point():
-                            fake = fake.requires_grad_(True).clone()
-                        self._of_data.add(self._value(fake))
-                        leaf = fake
+                        leaf = self._stand_in_of(leaf, wants)
                     fakes.append(leaf)
         finally:
             self._inside -= 1
             self._effects = outer
         return build(out_structure, fakes)
 
+    def _stand_in_of(self, tensor: torch.Tensor, wants: bool) -> Any:
+        """A tensor without data for one that a module has made of data."""
+        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        if wants and tensor.is_floating_point():
+            fake = fake.requires_grad_(True).clone()
+        self._of_data.add(self._value(fake))
+        return fake
+
+    def _without_data(self, scope: Call, module: nn.Module, out: Any) -> Any:
+        """What a module returns, without the data of what modules within it have left when they ran alone."""
+        leaves, structure = flatten(out)
+        left = [isinstance(leaf, torch.Tensor) and self._left_alone.owner_of(leaf) is not None for leaf in leaves]
+        if not any(left):
+            return out
+        wants = any(parameter.requires_grad for parameter in module.parameters())
+        self._inside += 1
+        outer, self._effects = self._effects, Effects()
+        try:
+            for place, leaf in enumerate(leaves):
+                if left[place]:
+                    self._reads_left(leaf)
+                    with self.fake, torch._C.DisableTorchFunction():
+                        leaves[place] = self._stand_in_of(leaf, wants)
+        finally:
+            self._inside -= 1
+            self._effects = outer
+        return build(structure, leaves)
+
     def _note_left(self, scope: Call, run: AloneRun) -> None:
-        """Note what a module that ran alone has left beside its result."""
+        """Note what a module that ran alone has left beside its result, instead of what was noted within it."""
         for tensor in run.made_of_data:
-            self._left_alone.add(tensor, scope.target)
-        self._left_numbers += [(scope, name) for name in run.numbers]
+            self._left_alone.add(tensor, scope)
+        self._left_numbers = [each for each in self._left_numbers if scope.time not in each[0].scopes]
+        self._left_numbers += [(scope, owner, name) for owner, name in sorted(run.numbers)]
+        for each in self._in_place.values():
+            kept = [place for place, by in enumerate(each.scopes) if not is_within(by, scope)]
+            each.scopes = [each.scopes[place] for place in kept]
+            each.calls = [each.calls[place] for place in kept]
         for tensor in run.in_place:
             shown = self._held.of_storage.get(storage_of(tensor))
             if shown is not None:
-                noted = self._in_place.setdefault(shown, InPlace(set()))
-                noted.memories.add(storage_of(tensor))
-                noted.scopes.append(scope)
-                noted.calls.append(scope)
+                changed = self._in_place.setdefault(shown, InPlace(set()))
+                changed.memories.add(storage_of(tensor))
+                changed.scopes.append(scope)
+                changed.calls.append(scope)
+
+    @staticmethod
+    def _below(scope: Call, owner: str) -> str:
+        return owner.removeprefix(scope.target).removeprefix(".")
 
     def _reads_left(self, tensor: torch.Tensor) -> None:
         """Let a module stay whole that reads what one within it has left when it ran alone.
 
         Raises:
-            CaptureError: other code reads it.
+            CaptureError: other code reads it, or a module that runs alone a weight or a buffer of another one.
         """
-        owner = self._left_alone.owner_of(tensor)
-        if owner is None or owner == self._scopes[-1].target:
+        scopes = [*self._scopes, *([] if self._closing is None else [self._closing])]
+        if self._set_alone is not None and isinstance(tensor, FakeTensor):
+            if (name := self.weights.name_of(tensor)) is not None:
+                raise CaptureError(USES_ANOTHERS.format(scopes[-1].target, name, model_line()))
             return
-        for scope in reversed(self._scopes[1:]):
-            if owner == scope.target or owner.startswith(f"{scope.target}."):
-                scope.why_whole = scope.why_whole or f"its code reads what {owner} leaves ({model_line()})"
+        left = self._left_alone.owner_of(tensor)
+        if left is None:
+            return
+        owner = left.target
+        for scope in reversed(scopes[1:]):
+            if is_within(left, scope):
+                if scope is not left:
+                    scope.why_whole = scope.why_whole or f"its code reads what {owner} leaves ({model_line()})"
                 return
         raise CaptureError(LEFT_ALONE.format(owner=owner, what="a tensor", where=f" ({model_line()})"))
 
@@ -765,10 +829,36 @@ class Tape:
 
         return noting
 
-    def _takes_gradients(self, function: str) -> None:
-        """Note that code takes gradients: across a boundary a layer has a part of the graph alone."""
-        if not self._inside and not self._is_steps():
-            self._whole(f"its code takes gradients by {function}()")
+    def _takes_gradients(
+        self, function: str, outputs: Any = None, inputs: Any = (), *_: Any, **named: Any
+    ) -> None:
+        """Note that code takes gradients: across a boundary a layer has a part of the graph alone.
+
+        A module around all of it that they go through stays whole.
+        """
+        if self._inside or not self._scopes or self._is_steps():
+            return
+        outputs = named.get("outputs", named.get("tensors", outputs))
+        ends = named.get("inputs", inputs if function == "grad" else ())
+        for scope in reversed(self._scopes):
+            scope.why_whole = scope.why_whole or f"its code takes gradients by {function}() ({model_line()})"
+            if scope.target and self._has_all_between(scope, outputs, ends if ends is not None else ()):
+                break
+
+    def _has_all_between(self, scope: Call, outputs: Any, inputs: Any) -> bool:
+        """Whether a module has made all that gradients of outputs go through to inputs; without any, to leaves."""
+        if not all(self._is_made_in(scope, each) for each in _tensors_in(outputs)):
+            return False
+        ends = [each for each in _tensors_in(inputs) if not self._is_made_in(scope, each)]
+        if not ends and _tensors_in(inputs):
+            return True  # what is between was made since
+        arguments = {ref for ref in scope.given.refs() if self.values[ref].requires_grad}
+        numbers = {self._value_of.get(id(each)) for each in ends if self.weights.name_of(each) is None}
+        return numbers <= arguments and not arguments - numbers
+
+    def _is_made_in(self, scope: Call, tensor: torch.Tensor) -> bool:
+        number = self._value_of.get(id(tensor))
+        return number is not None and scope.time in self.values[number].scopes
 
     def _uses_graph(self, function: str) -> None:
         """Note that code registers hooks on a graph: what is written down would not do so again."""
@@ -833,11 +923,11 @@ class Tape:
             self._attribute_set(module, name, value)
             set_attribute(module, name, value)
 
-        backward = torch.autograd.backward
+        run_backward: Any = getattr(torch.autograd, _RUN_BACKWARD, None)
 
-        def taken(*args: Any, **kwargs: Any) -> Any:
-            self._takes_gradients("backward")
-            return backward(*args, **kwargs)
+        def taken(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            self._takes_gradients("backward", outputs, inputs=kwargs.get("inputs", args[3:4]))
+            return run_backward(outputs, *args, **kwargs)
 
         enter = saved_tensors_hooks.__enter__
 
@@ -847,6 +937,22 @@ class Tape:
             enter(hooks)
 
         length = builtins.len
+
+        enter_cast, leave_cast, make_cast = (
+            vars(torch.autocast)[name] for name in ("__enter__", "__exit__", "__init__")
+        )
+
+        def cast_made(cast: Any, kind: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+            make_cast(cast, kind, dtype, *args, **kwargs)
+            cast._madpipe_names_dtype = dtype is not None
+
+        def cast_entered(cast: Any) -> Any:
+            self._named_casts.append((cast.device, getattr(cast, "_madpipe_names_dtype", False)))
+            return enter_cast(cast)
+
+        def cast_left(cast: Any, *error: Any) -> Any:
+            self._named_casts.pop()
+            return leave_cast(cast, *error)
 
         def length_of(value: Any) -> Any:
             """Let ``len(x)`` be the same number as ``x.shape[0]``, which Python would make a plain one."""
@@ -861,7 +967,10 @@ class Tape:
                 stack.enter_context(patched(owner, name, self._noting_seeds(name, getattr(owner, name))))
             stack.enter_context(patched(builtins, "len", length_of))
             stack.enter_context(patched(builtins, "range", CountedRange))
-            stack.enter_context(patched(torch.autograd, "backward", taken))
+            for name, noting in (("__init__", cast_made), ("__enter__", cast_entered), ("__exit__", cast_left)):
+                stack.enter_context(patched(torch.autocast, name, noting))
+            if run_backward is not None:  # torch before 2.13 shows no mode a call of torch.autograd.backward()
+                stack.enter_context(patched(torch.autograd, _RUN_BACKWARD, taken))
             stack.enter_context(patched(nn.Module, "__call__", called))
             stack.enter_context(patched(nn.Module, "__setattr__", set_noted))
             stack.enter_context(patched(torch._C.ScriptFunction, "__call__", scripted))
@@ -925,6 +1034,10 @@ class Tape:
     def _call_model(self, args: Any, kwargs: Any) -> Any:
         self._module_names.pop(id(self.model), None)
         return self.call(*args, **kwargs)
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor)]
 
 
 DECIDES = "its code decides by the numbers in a tensor"

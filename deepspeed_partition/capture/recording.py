@@ -190,5 +190,10 @@ class Recording:
     """What code changes of tensors that are neither weights nor buffers, by what these are called."""
     unfilled: dict[str, Call] = field(default_factory=dict)
     """What code fills, or changes, and does not read in its next run, with the module whose code does."""
-    left_numbers: list[tuple[Call, str]] = field(default_factory=list)
-    """The modules that ran alone and then had other numbers among their attributes, with the attributes' names."""
+    left_numbers: list[tuple[Call, str, str]] = field(default_factory=list)
+    """What modules that ran alone have set, and what is no tensor: the call, the owner below it, the attribute."""
+
+
+def is_within(call: Call, scope: Call) -> bool:
+    """Whether a call was made within another one, or is it."""
+    return call is scope or scope.time in call.scopes

@@ -148,6 +148,13 @@ def _data_class_taken_apart(value: Any) -> tuple[list[Any], list[str], Callable[
     return [getattr(value, name) for name in names], names, make
 
 
+def holds_plain(value: Any) -> bool:
+    """Whether a value is a number, a flag or a text, or a container of some and of no tensors."""
+    leaves, _ = flatten(sorted(value, key=repr) if isinstance(value, set | frozenset) else value)
+    plain = [leaf for leaf in leaves if isinstance(leaf, bool | int | float | str)]
+    return bool(plain) and not any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+
+
 def holds_tensors(value: Any, depth: int = _DEPTH) -> bool:
     """Whether an object, which is no container, has tensors in its attributes: a cache of keys and values."""
     return _holds_tensors(value, depth, set())

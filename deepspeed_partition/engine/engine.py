@@ -106,6 +106,7 @@ from deepspeed_partition.planner.weight_versions import FLUSH, TWO_VERSIONS
 from deepspeed_partition.profiling.attributes import AttributesOfForward, HeldState
 from deepspeed_partition.schedule.endless import EndlessProgram, lower_endless
 from deepspeed_partition.schedule.instructions import Compute, Instruction
+from deepspeed_partition.tensor_values import num_bytes_of
 
 SAVED_BY_ALL = (
     "each rank writes its layers, so call save_checkpoint on every rank, and not under a condition such as "
@@ -1007,8 +1008,11 @@ def _state_of(batch_fn: Any) -> Callable[[Any], None]:
 
     def copies(value: Any) -> bool:
         nonlocal left
-        left -= value.nbytes
-        return left >= 0
+        num_bytes = num_bytes_of(value)
+        if num_bytes > left:
+            return False
+        left -= num_bytes
+        return True
 
     return HeldState([batch_fn]).remembered(buffers=True, by_others=True, copies=copies)
 

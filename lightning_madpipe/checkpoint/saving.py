@@ -21,6 +21,7 @@ from deepspeed_partition.engine.checkpoint.unpickling import Reader
 from deepspeed_partition.engine.runtime.all_come import wait_until_all_come
 from deepspeed_partition.engine.runtime.collectives import from_rank_0, refused_together
 from deepspeed_partition.engine.runtime.environment import announce, warn_once
+from deepspeed_partition.tensor_values import num_bytes_of
 from lightning_madpipe.checkpoint import checkpoint_folders, hooks_on_state
 from lightning_madpipe.checkpoint.weight_copies import COPIES
 from lightning_madpipe.compat.names_of_files import tell_of_other_path
@@ -65,7 +66,7 @@ def _save_file(io: Any, checkpoint: Mapping[str, Any], path: str, storage_option
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     weights = checkpoint.get("state_dict", {}).values()
-    needed = sum(value.nbytes for value in weights if isinstance(value, torch.Tensor))
+    needed = sum(num_bytes_of(value) for value in weights if isinstance(value, torch.Tensor))
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))  # which nobody else can write
     try:
         with atomic_folders.room_told(folder, needed):

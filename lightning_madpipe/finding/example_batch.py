@@ -26,7 +26,7 @@ from deepspeed_partition.code_names import is_librarys
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state
 from deepspeed_partition.profiling.attributes import HeldState
-from deepspeed_partition.tensor_values import version_of
+from deepspeed_partition.tensor_values import num_bytes_of, version_of
 from lightning_madpipe.finding.step_call import line_of_users
 
 STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
@@ -151,9 +151,10 @@ def _state_of_data_kept(called: Iterable[Callable[..., Any] | None]) -> Iterator
     held, large = HeldState(each for each in called if each is not None), _LargeData()
 
     def is_small(value: Any) -> bool:
-        if value.nbytes > _MOST_BYTES:
+        is_large = num_bytes_of(value) > _MOST_BYTES
+        if is_large:
             large.note(value)
-        return bool(value.nbytes <= _MOST_BYTES)
+        return not is_large
 
     restore = held.remembered(buffers=True, copies=is_small, by_others=True)
     try:

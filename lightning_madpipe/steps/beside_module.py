@@ -39,6 +39,7 @@ from deepspeed_partition.code_names import (
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.generators import GENERATORS
 from deepspeed_partition.raw_states import has_raw_state, raw_size, raw_state
+from deepspeed_partition.tensor_values import num_bytes_of
 from lightning_madpipe.module import named_owners, outside_pipeline
 from lightning_madpipe.steps.reached_objects import MOST_OBJECTS, ReachedObjects
 from lightning_madpipe.steps.step_side_effects import Place
@@ -227,7 +228,7 @@ class BesideModule:
             return "whole" if raw_size(value) <= MOST_BYTES else "identity"
         if place in self._changed or _size_of(value) <= MOST_ITEMS:
             return "whole"
-        if isinstance(value, Tensor | numpy.ndarray) and self._is_close and value.nbytes <= MOST_BYTES:
+        if isinstance(value, Tensor | numpy.ndarray) and self._is_close and num_bytes_of(value) <= MOST_BYTES:
             return "whole"
         if isinstance(value, numpy.ndarray) and self._is_close and _has_checksum(value):
             return "checksum"

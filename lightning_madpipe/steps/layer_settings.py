@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.generators import members_of
+from deepspeed_partition.tensor_values import num_bytes_of
 from lightning_madpipe.compat.elsewhere import Elsewhere, HiddenTensors
 from lightning_madpipe.compat.unsupported import hooks_of_weight
 from lightning_madpipe.steps.forward_reads import facts_of
@@ -96,7 +97,7 @@ class LayerSettings:
         for path, name in self._changed:
             table = self._module.get_submodule(path)._buffers
             value = dict.get(table, name)
-            if isinstance(value, Tensor) and value.nbytes <= MOST_BYTES_SENT:
+            if isinstance(value, Tensor) and num_bytes_of(value) <= MOST_BYTES_SENT:
                 yield (path, name), value.detach().cpu()
 
     def _changes(self, seen: Mapping[Name, Any]) -> Iterator[Name]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from deepspeed_partition.tensor_values import bytes_view
+from deepspeed_partition.tensor_values import bytes_view, num_bytes_of
 from lightning_madpipe.steps.step_side_effects import PLAIN, Change
 from lightning_madpipe.steps.torch_calls import are_others
 
@@ -64,7 +64,7 @@ def is_too_large(change: Change) -> bool:
     return (
         change.kind in ("bind", "refill")
         and isinstance(value, Tensor | numpy.ndarray)
-        and value.nbytes > MOST_BYTES
+        and num_bytes_of(value) > MOST_BYTES
     )
 
 

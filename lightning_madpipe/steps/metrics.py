@@ -11,15 +11,20 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import FunctionType
 from typing import Any, NamedTuple
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from deepspeed_partition.code_names import STEPS, globals_in
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.environment import warn_once
+from deepspeed_partition.given_modules import reached
+from deepspeed_partition.hidden_modules import hidden_modules
 from deepspeed_partition.planner.units import counted
 from lightning_madpipe.module import outside_pipeline
 from lightning_madpipe.steps.batches import tensors_of
@@ -54,6 +59,22 @@ def metrics_in_containers(module: nn.Module) -> dict[str, Metric]:
                 if isinstance(child, Metric):
                     found[".".join(filter(None, (path, f"{name}[{key!r}]")))] = child
     return found
+
+
+def metrics_beside(module: nn.Module) -> Iterator[Metric]:
+    """The metrics that a LightningModule's steps may tell, and that are sent to no other rank.
+
+    Those in lists, dicts and objects that it holds, and those that its steps name as variables of their file.
+    """
+    named = [
+        function.__globals__.get(name)
+        for function in (getattr(type(module), step, None) for step in STEPS)
+        if isinstance(function, FunctionType)
+        for name in globals_in(function.__code__)
+    ]
+    held = [*hidden_modules(module).values(), *reached(named)]
+    yield from (each for part in held if isinstance(part, nn.Module) for each in part.modules()
+                if isinstance(each, Metric))  # fmt: skip
 
 
 def named_with_class(name: str, metric: Metric) -> str:
@@ -151,6 +172,7 @@ class BetweenPipelines:
         gather: A tensor of each pipeline.
         num_pipelines: How many there are.
         stages: The process group of the ranks of a pipeline.
+        is_step: Whether a step runs now, or is tried.
     """
 
     def __init__(
@@ -160,12 +182,13 @@ class BetweenPipelines:
         gather: Callable[[Tensor], list[Tensor]],
         num_pipelines: int,
         stages: Any,
+        is_step: Callable[[], bool],
     ) -> None:
         self._module, self._callbacks, self._gather = module, callbacks, gather
         self._num_pipelines = num_pipelines
         self._set: dict[int, GathersBetweenPipelines] = {}
         """What was set in this run, by its ``id``."""
-        self._stages = stages
+        self._stages, self._is_step = stages, is_step
         self.look()
         between = self
 
@@ -178,15 +201,23 @@ class BetweenPipelines:
         Metric._sync_dist = sync  # type: ignore[method-assign,assignment]
 
     def function_for(self, metric: Metric, function: Any, group: Any) -> Any:
-        """With what a metric gathers. Collective over a pipeline.
+        """With what a metric gathers. Collective over all ranks where steps may have told it, and a hook asks.
 
         What hooks have told it, on all ranks of the pipeline, counts once. What steps have told one that is sent
         to no other rank, such as one in a list, is on the last stage alone.
         """
-        if function is not gather_all_tensors or group is not None:
+        if function is not gather_all_tensors or group is not None or metric.process_group is not None:
             return function
-        numbers = gather_objects(getattr(metric, COUNTS[0], 0), self._stages)
-        return (lambda tensor, group=None: self._gather(tensor)) if len(set(numbers)) == 1 else function
+
+        def between(tensor: Tensor, group: Any = None) -> list[Tensor]:
+            return self._gather(tensor)
+
+        if self._is_step() or not any(metric is each for each in metrics_beside(self._module)):
+            return between  # a step runs on the last stage alone, and what a hook has made it has told, too
+        numbers = set(gather_objects(getattr(metric, COUNTS[0], 0), self._stages))
+        # Pipelines whose steps have told it nothing do as those do whose have.
+        are_alike = self._gather(torch.tensor(int(len(numbers) == 1), device=metric.device))
+        return between if all(map(bool, are_alike)) else function
 
     def look(self) -> None:
         """Take also metrics that hooks have made since the last look."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.wrappers import Running
 
+from deepspeed_partition.tensor_values import num_bytes_of
 from lightning_madpipe.steps.batches import map_children, tensors_of
 from lightning_madpipe.steps.metrics import (
     MetricValue,
@@ -68,7 +69,7 @@ class Told:
         told = _detached((arguments, keywords))
         if may_be_scores:
             self.are_scores[place].append(_are_scores(arguments, keywords))
-        self.num_bytes += sum(tensor.nbytes for tensor in tensors_of(told))
+        self.num_bytes += sum(num_bytes_of(tensor) for tensor in tensors_of(told))
         self.calls[place].append(told if self.num_bytes <= MOST_BYTES else ((None,), {}))
 
 

@@ -8,6 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
+from torch.autograd import backward  # noqa: E402
 
 from deepspeed_partition.capture import CaptureError, ShapeError, layers_as_they_are  # noqa: E402
 from tests.capture.comparing import captured_layers, run_in_order  # noqa: E402
@@ -43,7 +44,7 @@ class Router(nn.Module):
         self.register_buffer("counts", torch.zeros(2))
         self.aux: Any = None
         self.stats: dict[str, Any] = {}
-        self.num_kept, self.average = 0, torch.zeros(2)
+        self.num_kept, self.kept, self.average = 0, [0], torch.zeros(2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         share = self.gate(x).softmax(-1)
@@ -51,18 +52,26 @@ class Router(nn.Module):
         for number, expert in enumerate(self.experts):
             rows = (chosen == number).nonzero(as_tuple=True)
             given[rows] = expert(x[rows])
-        self.leave(share, chosen, given)
+        self.leave(x, share, chosen, given)
         return given + x
 
-    def leave(self, share: torch.Tensor, chosen: torch.Tensor, given: torch.Tensor) -> None:
+    def leave(self, x: torch.Tensor, share: torch.Tensor, chosen: torch.Tensor, given: torch.Tensor) -> None:
         if self.leaves == "an attribute":
             self.aux = share.mean(0).pow(2).sum()
         elif self.leaves == "an entry":
             self.stats["aux"] = share.mean(0)
         elif self.leaves == "what it returns":
             self.aux = given
+        elif self.leaves == "its argument":
+            self.aux = x
+        elif self.leaves == "a tensor of a number":
+            self.aux = torch.tensor(float((share > 0.5).sum()))
         elif self.leaves == "a number":
-            self.num_kept = int((share > 0.5).sum())
+            self.num_kept = int((share > 2).sum())  # as many as before
+        elif self.leaves == "a list of numbers":
+            self.kept = (share > 0.5).sum(0).tolist()
+        elif self.leaves == "an entry of numbers":
+            self.stats["kept"] = int((share > 0.5).sum())
         elif self.leaves == "a buffer":
             self.counts = self.counts + torch.bincount(chosen, minlength=2)
         elif self.leaves == "a buffer in place":
@@ -75,6 +84,10 @@ class Router(nn.Module):
             return self.stats["aux"].sum()
         if self.leaves == "a number":
             return self.num_kept
+        if self.leaves == "a list of numbers":
+            return sum(self.kept)
+        if self.leaves == "an entry of numbers":
+            return self.stats["kept"]
         if self.leaves.startswith("a buffer"):
             return self.counts.mean()
         return self.average.mean() if self.leaves == "a tensor in place" else self.aux.mean()
@@ -90,7 +103,10 @@ class Routed(Blocks):
         return x * (1 + self.router.read()) if self.reads else x
 
 
-LEFT = ["an attribute", "an entry", "what it returns", "a number"]
+LEFT = [
+    "an attribute", "an entry", "what it returns", "its argument", "a number", "a list of numbers",
+    "an entry of numbers", "a tensor of a number",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("leaves", LEFT)
@@ -99,7 +115,7 @@ def test_what_a_module_that_decides_by_data_leaves_is_read_by_no_other_code(leav
     model = Routed(leaves)
     with pytest.raises(CaptureError, match=r"^router decides by data.* leaves .* beside what it returns"):
         captured_layers(model, torch.randn(4, WIDTH))
-    assert (model.router.aux, model.router.stats, model.router.num_kept) == (None, {}, 0)
+    assert (model.router.aux, model.router.stats, model.router.num_kept, model.router.kept) == (None, {}, 0, [0])
     layers = layers_as_they_are(model, (torch.randn(4, WIDTH),), {})  # the code around the blocks stays whole
     for _ in range(2):
         x = torch.randn(4, WIDTH)
@@ -155,6 +171,141 @@ def test_a_module_around_it_that_returns_what_it_leaves_stays_whole(leaves):
         expected = model(x)
         model.gathered.router.average.copy_(average)
         torch.testing.assert_close(run_in_order(layers, x), expected)
+
+
+class Direct(nn.Module):
+    """Returns what its router leaves as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router("an attribute")
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.router(x), self.router.aux
+
+
+class HasDirect(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.direct = Direct()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, aux = self.direct(self.first(x))
+        return self.through(x) * aux
+
+
+def test_what_is_left_may_be_returned_as_it_is():
+    model = HasDirect()
+    layers = captured_layers(model, torch.randn(4, WIDTH))
+    assert any("direct" in names for names in layers.recipe.names)
+    x = torch.randn(4, WIDTH)
+    torch.testing.assert_close(run_in_order(layers, x), model(x))
+    with pytest.raises(CaptureError, match="beside what it returns, which the model's own code reads"):
+        captured_layers(Direct(), x)
+
+
+class Twice(Blocks):
+    """Calls a module twice that decides by data, and keeps something from its first call for the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keeping = Keeping()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.keeping.before = None
+        return self.keeping(self.through(self.keeping(self.first(x))))
+
+
+class Keeping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.before = nn.Linear(WIDTH, WIDTH), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        if (x > 100).any():
+            x = x * 2
+        if self.before is not None:
+            x = x + self.before
+        self.before = x.detach()
+        return x
+
+
+class Counts(nn.Module):
+    """Counts in a buffer of another module, as it decides by data."""
+
+    def __init__(self, counts: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "of_another", counts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if (x > 100).any():
+            x = x * 2
+        self.of_another.counts += (x > 0).sum(0)
+        return x
+
+
+class CountsElsewhere(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics = nn.Module()
+        self.statistics.register_buffer("counts", torch.zeros(WIDTH))
+        self.counts = Counts(self.statistics)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.through(self.counts(self.first(x))) * self.statistics.counts
+
+
+@pytest.mark.parametrize(
+    ("build", "sentence"),
+    [(Twice, "keeping decides by data"), (CountsElsewhere, r"counts decides by data.* uses statistics\.counts")],
+)
+def test_what_such_a_module_uses_of_another_layer_is_refused(build, sentence):
+    with pytest.raises(CaptureError, match=sentence):
+        captured_layers(build(), torch.randn(4, WIDTH))
+
+
+class Within(nn.Module):
+    """Decides by data, around a module that does so and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Router("a tensor in place")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        self.inner.num_kept += 1
+        return x * 2 if (x > 100).any() else x
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.within, self.num_kept = Within(), 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.within(x)
+        return x + self.within.inner.average.mean() * self.num_kept
+
+
+class HasAround(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.around, self.num_kept = Around(), 3
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.through(self.around(self.first(x))) * self.num_kept
+
+
+def test_what_a_module_within_leaves_is_noted_for_the_one_around_it():
+    """An attribute of the same name, of another object, is none of it."""
+    model = HasAround()
+    layers = captured_layers(model, torch.randn(4, WIDTH))
+    assert any("around" in names for names in layers.recipe.names)
+    x, average = torch.randn(4, WIDTH), model.around.within.inner.average.clone()
+    expected = model(x)
+    model.around.within.inner.average.copy_(average)
+    torch.testing.assert_close(run_in_order(layers, x), expected)
 
 
 @pytest.mark.parametrize("leaves", ["a buffer", "a buffer in place"])
@@ -222,34 +373,55 @@ class Penalized(Blocks):
         energy = self.through(hidden)
         if self.way == "grad":
             (forces,) = torch.autograd.grad(energy.sum(), hidden, create_graph=True)
-        elif self.way == "backward":
-            hidden.retain_grad()
-            energy.sum().backward(create_graph=True)
-            forces = hidden.grad
         else:
             hidden.retain_grad()
-            torch.autograd.backward([energy.sum()], create_graph=True)
+            if self.way == "backward":
+                energy.sum().backward(create_graph=True)
+            elif self.way == "imported":
+                backward([energy.sum()], create_graph=True)
+            else:
+                torch.autograd.backward([energy.sum()], create_graph=True)
             forces = hidden.grad
         return energy + forces
 
 
 class HasPenalized(Blocks):
-    def __init__(self, way: str) -> None:
+    def __init__(self, way: str, parts: bool = False) -> None:
         super().__init__()
-        self.penalized = Penalized(way)
+        self.penalized, self.parts = Penalized(way), parts
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.through(self.penalized(self.first(x)))
+        x = self.first(x)
+        return self.through(self.penalized(x.detach() if self.parts else x))
+
+
+class Forces(nn.Module):
+    def forward(self, energy: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(energy.sum(), at, create_graph=True)[0]
+
+
+class HasForces(Blocks):
+    """A module of its own takes the gradients, of what others have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forces, self.pair = Forces(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        energy = self.through(hidden) + self.pair(hidden) ** 2
+        return energy + self.forces(energy, hidden)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
-@pytest.mark.parametrize("way", ["grad", "backward", "torch.autograd.backward"])
+@pytest.mark.parametrize("way", ["grad", "backward", "torch.autograd.backward", "imported"])
 def test_code_that_takes_gradients_is_not_cut(way):
     """Across a boundary such a gradient is that of one layer's part of the graph."""
     x = torch.randn(3, WIDTH)
-    with pytest.raises(CaptureError, match="its code takes gradients by"):
-        captured_layers(Penalized(way), x)
-    layers = captured_layers(HasPenalized(way), x)
+    for model in (Penalized(way), *([HasForces()] if way == "grad" else [HasPenalized(way)])):
+        with pytest.raises(CaptureError, match="its code takes gradients by"):
+            captured_layers(model, x)
+    layers = captured_layers(HasPenalized(way, parts=way != "grad"), x)
     assert [names for names in layers.recipe.names if any("penalized" in name for name in names)] == [
         ["penalized"]
     ]
@@ -280,7 +452,12 @@ class BySize(Blocks):
         if self.way == "is_nonzero":
             return x * 2 if torch.is_nonzero(torch.tensor(length - 5)) else x
         if self.way == "print":
-            print(f"{x.shape} of {length}")
+            print(f"{x.shape} of {length}", torch.arange(length).max().item())
+        if self.way == "check":
+            torch._assert(x.dim() == 3, f"{length} is too long")
+        message = f"of length {length}"
+        if length > 100:
+            raise ValueError(message)
         assert length > 0, f"a sequence of length {length}"
         return x
 
@@ -304,7 +481,7 @@ def test_what_code_makes_of_a_size_as_text_or_number_holds_for_that_size(way):
         run_in_order(layers, torch.randn(3, 7, WIDTH))
 
 
-@pytest.mark.parametrize("way", ["print", "assert"])
+@pytest.mark.parametrize("way", ["print", "check", "assert"])
 def test_a_size_that_code_only_shows_may_change(way):
     model = BySize(way)
     layers = captured_layers(model, torch.randn(3, 5, WIDTH))
@@ -316,14 +493,15 @@ def test_a_size_that_code_only_shows_may_change(way):
 
 
 class InFull(Blocks):
-    """Computes a part in full precision, whatever is around it."""
+    """Computes a part in full precision, whatever is around it, and one in bfloat16."""
 
     def __init__(self, kind: str | None) -> None:
         super().__init__()
         self.kind = kind
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            x = self.first(x).float()
         with torch.autocast(self.kind or x.device.type, enabled=False):
             x = self.blocks[0](x.float())
         return self.last(x)
@@ -338,10 +516,12 @@ def test_regions_of_autocast_are_those_of_the_device_that_runs(kind):
     layers = captured_layers(model, torch.randn(3, WIDTH))
     programs = layers.recipe._captured_again(layers.captured, True, (), (True, torch.float16, "cuda"))
     regions = [step.context for program in programs for step in program.steps if step.context]
-    assert regions
+    in_full = [context for context in regions if not any(cast.enabled for cast in context[1])]
+    named = [cast for context in regions for cast in context[1] if cast.enabled]
+    assert in_full and named and all((cast.kind, cast.dtype) == (None, torch.bfloat16) for cast in named)
     torch.set_autocast_enabled("cuda", True)
     try:
-        for context in regions:
+        for context in in_full:
             with context_of(context, torch.device("cuda")):
                 assert not torch.is_autocast_enabled("cuda")
             assert torch.is_autocast_enabled("cuda")

@@ -932,6 +932,35 @@ def groups_and_flags_that_change_in_flight(_: Path) -> None:
     with raised(RuntimeError, "requires_grad of a weight was changed", "call engine.come_to_rest()"):
         call(engine, items)
         call(engine, items)
+    engine = begin(plan_for(devices, cuts, "stashing"), OPTIMIZERS["sgd"])
+    items = mine(engine, data)
+    call(engine, items)
+    for weight in list(engine.module.parameters())[:1]:
+        weight.requires_grad_(False)
+    with raised(RuntimeError, "requires_grad of a weight was changed", "call engine.come_to_rest()"):
+        engine.come_to_rest()
+
+
+def groups_of_weights_that_are_added_in_flight(_: Path) -> None:
+    """Updates of earlier batches stepped their weights, too, in silence."""
+    devices, cuts = maps()[0]
+    of_rank: list[nn.Parameter] = []
+
+    def make(model: Any) -> torch.optim.Optimizer:
+        of_rank[:] = model.parameters()
+        return torch.optim.SGD(of_rank[:1], lr=0.1)
+
+    engine = begin(plan_for(devices, cuts, "stashing"), make)
+    items = mine(engine, batches(8))
+    for _ in range(2):
+        call(engine, items)
+    before = [weight.detach().clone() for weight in of_rank[1:]]
+    engine.basic_optimizer.add_param_group({"params": of_rank[1:], "lr": 0.1})
+    engine.come_to_rest()
+    assert all(map(torch.equal, of_rank[1:], before))
+    call(engine, items)
+    engine.come_to_rest()
+    assert not any(map(torch.equal, of_rank[1:], before))
 
 
 class ScaledBlocks(nn.Module):
@@ -1013,6 +1042,7 @@ CASES = {
         what_asynchronous_training_refuses,
         updates_that_are_assigned,
         groups_and_flags_that_change_in_flight,
+        groups_of_weights_that_are_added_in_flight,
         a_number_that_captured_code_reads,
     ],
     3: [],

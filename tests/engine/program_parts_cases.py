@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from deepspeed_partition.engine import TiedModule
+from deepspeed_partition.engine import engine as engine_of_plans
 from deepspeed_partition.engine.pipeline import drawn_data
 from tests.engine.pipelines import WIDTH, mlp, two_groups
 from tests.engine.running import batches, mine, planned, raised, same, start, train
@@ -61,6 +63,109 @@ def a_loss_with_a_weight_of_a_layer(_: Path) -> None:
     specs = layers()
     specs[0].requires_grad_(False)
     start(specs, [0, 3, 5], loss_fn=WithAWeight(specs[0]))
+
+
+class Holds(nn.Module):
+    """A loss that holds the whole model, as a submodule or in a list, and may use its weights."""
+
+    def __init__(self, net: nn.Module, *, in_list: bool, uses: bool) -> None:
+        super().__init__()
+        self.net: Any = [net] if in_list else net
+        self.uses = uses
+        self.temperature = 2.0
+
+    def forward(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(outputs / self.temperature, labels)
+
+
+class Penalizes(Holds):
+    def forward(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return super().forward(outputs, labels) + self.penalty()
+
+    def penalty(self) -> torch.Tensor:
+        net = self.net[0] if isinstance(self.net, list) else self.net
+        return 1e-3 * sum(weight.pow(2).sum() for weight in net.parameters())
+
+
+def a_loss_with_the_whole_model(folder: Path) -> None:
+    """A checkpoint put the copies of the last rank in the place of the weights of the others, in silence."""
+
+    def layers() -> nn.Sequential:
+        return nn.Sequential(
+            nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4)
+        )
+
+    for kind in (Holds, Penalizes):
+        net = layers()
+        with raised(ValueError, "the layers 0 and 2 share weights", "holds it in a list (self.net = [net])"):
+            start([*net], [0, 2, 5], loss_fn=kind(net, in_list=False, uses=False))
+        net = layers()
+        with said_here() as said:
+            engine, _, _ = start(
+                [*net], [0, 2, 5], loss_fn=kind(net, in_list=True, uses=False), optimizer=two_groups
+            )
+        told = any("the layers 0 and 2 share weights" in line for line in said)
+        assert told == (_is_first() and kind is Penalizes)
+    net = layers()
+    with said_here() as said:
+        start(
+            [*net], [0, 2, 5],
+            loss_fn=lambda outputs, labels: F.mse_loss(outputs, labels) + sum(w.sum() for w in net.parameters()),
+        )  # fmt: skip
+    assert any("the layers 0 and 2 share weights" in line for line in said) == _is_first()
+    # On a cut of DeepSpeed's own it is told.
+    data, losses = batches(4), []
+    for resumes in (False, True):
+        torch.manual_seed(0)
+        net = layers()
+
+        def begin(net: nn.Sequential = net) -> Any:
+            loss = Holds(net, in_list=False, uses=False)
+            return start([*net], "uniform", loss_fn=loss, optimizer=two_groups)[0]
+
+        engine = begin()
+        found = train(engine, data[:2])
+        if resumes:
+            engine.save_checkpoint(str(folder))
+            torch.manual_seed(1)
+            net = layers()
+            engine = begin(net)
+            engine.load_checkpoint(str(folder))
+        losses.append(found + train(engine, data[2:]))
+    same(losses[1], losses[0])
+
+
+def a_loss_that_is_compiled(_: Path) -> None:
+    """A raw AttributeError of torch's."""
+    for method in ("uniform", [0, 2, 3]):
+        layers = [nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4)]
+        engine, _, _ = start(layers, method, loss_fn=torch.jit.script(nn.MSELoss()), optimizer=two_groups)
+        assert all(map(math.isfinite, train(engine, batches(2))))
+
+
+def what_a_function_of_data_holds(_: Path) -> None:
+    """A large tensor left no room for a counter behind it; a sparse one ended the run."""
+    data = batches(2)
+    for sparse in (False, True):
+        losses = []
+        for method, config in (([0, 3, 8], None), ("madpipe", planned([0, 3, 8]))):
+            holds = _Augments(sparse)
+            with patch.object(engine_of_plans, "_MOST_BYTES_OF_DATA", 1000):
+                engine, _, _ = start(mlp(), method, config, optimizer=two_groups)
+                engine.set_batch_fn(holds)
+                losses.append(train(engine, data))
+        same(losses[1], losses[0])
+
+
+class _Augments:
+    def __init__(self, sparse: bool) -> None:
+        self.large = torch.ones(500)
+        self.adjacency = torch.eye(2).to_sparse() if sparse else None
+        self.count = torch.zeros(())
+
+    def __call__(self, item: Any) -> Any:
+        self.count += 1
+        return item[0] * self.count * self.large[0], item[1]
 
 
 def _is_first() -> bool:
@@ -226,7 +331,8 @@ def a_schedule_without_the_states_of_its_optimizer(folder: Path) -> None:
 
 
 CASES = [
-    a_loss_with_a_weight_of_a_layer, labels_in_an_object_that_is_filled_again,
+    a_loss_with_a_weight_of_a_layer, a_loss_with_the_whole_model, a_loss_that_is_compiled,
+    what_a_function_of_data_holds, labels_in_an_object_that_is_filled_again,
     what_a_program_does_with_micro_batches, schedules_of_other_forms, data_that_end_where_the_plan_is_made,
     a_schedule_without_the_states_of_its_optimizer,
 ]  # fmt: skip

@@ -216,8 +216,24 @@ def weights_that_are_assigned(_: Path) -> None:
     same(losses[1], losses[0])
 
 
+def weights_that_are_frozen_and_freed(_: Path) -> None:
+    """What trained when the engine was made was sent for ever: gradients of other pipelines were lost."""
+    data, losses = batches(6), []
+    for config in ({}, SHARED_OUT):
+        plan = plan_for((0, 1, 0, 1), CUTS)
+        engine, _, _ = start(mlp(), None, config, num_stages=2, plan=plan, optimizer=adam)
+        layers = [child for name, child in engine.module.named_children() if name in ("0", "4")]
+        found = train(engine, data[:2])
+        for trains in (False, True):
+            for layer in layers:
+                layer.requires_grad_(trains)
+            found += train(engine, data[2 * trains + 2 :][:2])
+        losses.append(found)
+    same(losses[1], losses[0])
+
+
 CASES = [
-    weights_that_are_shared_out,
+    weights_that_are_shared_out, weights_that_are_frozen_and_freed,
     weights_that_are_assigned, checkpoints_of_what_is_shared_out, a_batch_that_is_given_up,
     where_weights_are_not_shared_out,
 ]  # fmt: skip

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from pytorch_lightning import callbacks as shipped
 from pytorch_lightning.loggers import CSVLogger
 from torch.utils.data import DataLoader
-from torchmetrics.classification import MulticlassConfusionMatrix
+from torchmetrics import MeanMetric, SumMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from tests.lightning import lightning_cases as cases
 from tests.lightning.lightning_cases import Host, end, seeded, trained
@@ -39,6 +40,49 @@ class Confused(cases.Classifier):
         matrix = MulticlassConfusionMatrix(cases.NUM_CLASSES)
         matrix.update(torch.cat(self.guessed), torch.cat(self.true))
         self.log("seen", matrix.compute().sum().float())
+
+
+SEEN = MeanMetric()
+
+
+class Asking(cases.Classifier):
+    """Asks metrics for their values wherever that may be: in steps, and in hooks of one rank or of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = {"means": MeanMetric()}
+        self.later = [MeanMetric(), SumMetric()]
+        self.one = cases.samples(48)[5][0]
+        self.of_rank_0: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.later[0].update(batch[0].mean())
+        if (batch[0] == self.one).all(-1).any():  # of several pipelines one tells it something
+            self.later[1].update(21.0)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        own = MulticlassAccuracy(cases.NUM_CLASSES, average="micro")
+        own.update(self(x), y)
+        self.table["means"].update(x.mean())
+        SEEN.update(x.mean())
+        self.log("own", own.compute())
+        self.log("means", self.table["means"].compute())
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("of_file", SEEN.compute())
+        SEEN.reset()
+        if self.trainer.is_global_zero and self.trainer.world_size < 4:  # else it waits, as under DDP
+            of_hook = MeanMetric()
+            of_hook.update(3.0)
+            self.of_rank_0.append(float(of_hook.compute()))
+
+    def on_train_epoch_end(self) -> None:
+        for number, metric in enumerate(self.later):
+            self.log(f"later_{number}", metric.compute())
+            metric.reset()
 
 
 class Summing(cases.Classifier):
@@ -100,6 +144,16 @@ def metrics_made_in_hooks(host: Host) -> dict[str, Any]:
     return end(trained(host, seeded(Confused), max_epochs=1, validation=cases.loader(21, seed=3)))
 
 
+def metrics_asked_anywhere(host: Host) -> dict[str, Any]:
+    """In a step it was refused; of rank 0 alone, or of pipelines told unlike things, it waited for ever."""
+    module = seeded(Asking)
+    trainer = trained(
+        host, module, max_epochs=2, data=cases.loader(48), validation=cases.loader(32, seed=3),
+        strategy={"num_stages": 2}, use_distributed_sampler=True,
+    )  # fmt: skip
+    return {**end(trainer), "of_rank_0": module.of_rank_0 if trainer.is_global_zero else [3.0, 3.0, 3.0]}
+
+
 def loaders_asked_for_early(host: Host) -> dict[str, Any]:
     """The loader was shuffled where one process reads it in order."""
     recorder = cases.Recorder()
@@ -153,9 +207,12 @@ def sums_over_stages(host: Host) -> dict[str, Any]:
 
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     2: [
-        metrics_made_in_hooks, loaders_asked_for_early, validation_at_intervals_of_time, throughput_of_evaluation,
-        batches_that_are_absent,
+        metrics_made_in_hooks, metrics_asked_anywhere, loaders_asked_for_early, validation_at_intervals_of_time,
+        throughput_of_evaluation, batches_that_are_absent,
     ],
     4: [],
 }  # fmt: skip
-ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {2: [sums_over_stages], 4: []}
+ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
+    2: [sums_over_stages],
+    4: [metrics_asked_anywhere],
+}

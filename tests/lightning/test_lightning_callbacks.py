@@ -45,8 +45,8 @@ def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         "resumed_on_other_stages", "optimizers", "own_steps", "settings", "loggers", "profilers",
         "after_an_exception", "averages", "averages_resumed", "kept_weights", "kept_far_away",
         "kept_with_buffers", "kept_in_one_shape", "kept_where_orders_coincide", "metrics_made_in_hooks",
-        "loaders_asked_for_early", "validation_at_intervals_of_time", "throughput_of_evaluation",
-        "batches_that_are_absent",
+        "metrics_asked_anywhere", "loaders_asked_for_early", "validation_at_intervals_of_time",
+        "throughput_of_evaluation", "batches_that_are_absent",
     ],
 )  # fmt: skip
 def test_two_stages_do_as_one_process(two: Records, case: str) -> None:
@@ -164,6 +164,11 @@ def check_whole_models(records: Records) -> None:
 
 def test_whole_model_files_are_those_of_one_device(two: Records) -> None:
     check_whole_models(two)
+
+
+def test_metrics_that_one_of_two_pipelines_tells_something_are_asked_by_both(four: Records) -> None:
+    for rank in four.ranks:
+        assert rank["metrics_asked_anywhere"]["metrics"]["later_1"] == 21.0
 
 
 def test_whole_model_files_of_two_pipelines_are_those_of_one(four: Records) -> None:

@@ -18,6 +18,7 @@ from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from deepspeed_partition.engine.pipeline.parts import held_modules, loss_part_of
+from deepspeed_partition.engine.pipeline.shared_weights import modules_before_building
 from deepspeed_partition.engine.pipeline.tied_copies import forms_with_functions
 
 LOSS_FILE = "madpipe-loss.pt"
@@ -49,7 +50,9 @@ def save_ties(folder: Path, module: PipelineModule) -> None:
         return
     loss = loss_part_of(module)
     if loss is not None and module.stage_owner(loss.layers[0]) == module.stage_id:
-        torch.save(clone_tensors_for_torch_save(module.loss_fn.state_dict()), folder / LOSS_FILE)
+        state = module.loss_fn.state_dict()
+        own = {name: value for name, value in state.items() if name not in _of_layers(module)}
+        torch.save(clone_tensors_for_torch_save(own), folder / LOSS_FILE)
     for copy in _copies(module):
         state = clone_tensors_for_torch_save(copy.module.state_dict())  # ZeRO's are parts of something larger
         own = {name: value for name, value in state.items() if name not in copy.shared_names}
@@ -70,7 +73,13 @@ def load_ties(
         read: Gives the content of a file.
     """
     if loss_part_of(module) is not None and (state := _read(folder / LOSS_FILE, read)):
-        module.loss_fn.load_state_dict(state, strict=strict)
+        of_layers = _of_layers(module)
+        loaded = module.loss_fn.load_state_dict(
+            {name: value for name, value in state.items() if name not in of_layers},
+            strict=strict and not of_layers,
+        )
+        if strict and (missing := sorted({*loaded.missing_keys} - of_layers)):
+            raise RuntimeError(f"{LOSS_FILE} lacks {', '.join(missing)} of the loss function")
     for copy in _copies(module):
         if copy.is_first and copy.is_saved_by_deepspeed:
             continue
@@ -80,6 +89,13 @@ def load_ties(
             copy.module.load_state_dict({**shared, **_read(folder / copy.own_file, read)}, strict=False)
         elif state:
             copy.module.load_state_dict(state, strict=strict)
+
+
+def _of_layers(module: PipelineModule) -> set[str]:
+    """The tensors of the loss, by name, that a layer has, too, and that are saved and loaded as the layer's."""
+    parts = [part for spec in module._layer_specs for part in modules_before_building(spec)]
+    of_layers = {id(tensor) for part in parts for tensor in (*part.parameters(), *part.buffers())}
+    return {name for name, tensor in module.loss_fn.state_dict(keep_vars=True).items() if id(tensor) in of_layers}
 
 
 def _read(path: Path, read: Callable[[Path], Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ SMALL_BYTES = 2**20
 
 def is_small(value: Any) -> bool:
     """Whether a tensor or an array may be what a layer counts in, and none that it has computed."""
-    num_bytes = num_bytes_of(value) if isinstance(value, torch.Tensor) else value.nbytes
+    num_bytes = num_bytes_of(value)
     return bool(num_bytes <= SMALL_BYTES) and not isinstance(value, nn.Parameter) and not is_computed(value)
 
 

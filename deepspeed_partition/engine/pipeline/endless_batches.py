@@ -21,7 +21,7 @@ from deepspeed_partition.engine.runtime.environment import warn_here, warn_once
 from deepspeed_partition.generators import common_states, is_tracked, set_common_state
 from deepspeed_partition.kept_values import said_of
 from deepspeed_partition.profiling.attributes import HeldState, Known, Place
-from deepspeed_partition.tensor_values import is_computed
+from deepspeed_partition.tensor_values import is_computed, num_bytes_of
 
 SET_BETWEEN = (
     "{names} of {owner} was set between two calls of train_batch, and forwards of the "
@@ -98,8 +98,9 @@ class HeldByLayer:
         def copies(value: Any) -> bool:
             if isinstance(value, nn.Parameter) or is_computed(value):
                 return False  # what is computed is replaced, not changed
-            if value.nbytes <= SMALL_BYTES or not isinstance(value, Tensor) or value.is_inference():
-                return bool(value.nbytes <= SMALL_BYTES)
+            is_small = num_bytes_of(value) <= SMALL_BYTES
+            if is_small or not isinstance(value, Tensor) or value.is_inference():
+                return is_small
             if before.get(id(value), (value, value._version))[1] != value._version:
                 self._changing.add(id(value))
             self._large[id(value)] = value, value._version

@@ -131,6 +131,7 @@ class EndlessTraining:
         engine = self._engine
         self._state.come_back(rests=True)
         engine._lockstep.begin_batch(engine._transfers.ranks[0])
+        self._refuse_other_flags()
         with engine._lockstep.ended_by_errors():
             meeting = self._meet(Facts(fails=self._attempt.has_failed, rests=True))
             wait_until_all_come("come_to_rest()", RESTS_ON_ALL, is_over=lambda: meeting.is_over)
@@ -231,6 +232,11 @@ class EndlessTraining:
             self._held_by_loss = HeldByLayer(None, loss_fn)
         return [*found, self._held_by_loss]
 
+    def _refuse_other_flags(self) -> None:
+        """Let the next meeting fail where weights were frozen, or freed, that batches in flight have gradients of."""
+        if any(weight.requires_grad != trains for weight, trains in self._flags):
+            self._attempt.fail(RuntimeError(FROZEN_IN_FLIGHT), "the weights")
+
     def _train(self) -> bool:
         """Run a segment; return whether there was data for it: else the pipeline is at rest."""
         engine, batch, run = self._engine, self.num_trained, self._run
@@ -240,8 +246,7 @@ class EndlessTraining:
         if batch:
             engine._lockstep.begin_batch(engine._transfers.ranks[0])
         self._of_batch[batch] = self._settings.now(), engine.global_steps, engine.global_samples
-        if any(weight.requires_grad != trains for weight, trains in self._flags):
-            self._attempt.fail(RuntimeError(FROZEN_IN_FLIGHT), "the weights")
+        self._refuse_other_flags()
         num_there = self._read_ahead(batch)
         fails = self._attempt.has_failed
         self._meeting = self._meet(

@@ -343,13 +343,15 @@ class Settings:
     def applied(self, settings: list[dict[str, Any]]) -> Iterator[None]:
         """Let the groups have these settings meanwhile."""
         groups = self._optimizer.param_groups
+        # A script may have added groups since, behind the others: an update that comes late had none of them.
+        later, groups[len(settings) :] = groups[len(settings) :], []
         present = self.now()
-        # A script may have added groups since, which are behind the others.
-        for group, its in zip(groups, settings, strict=False):
+        for group, its in zip(groups, settings, strict=True):
             group.update({key: value for key, value in its.items() if key not in self._own})
         try:
             yield
         finally:
+            groups += later
             for group, its, back in zip(groups, settings, present, strict=False):
                 for key, value in back.items():
                     if key in its and not _same(group[key], its[key]):

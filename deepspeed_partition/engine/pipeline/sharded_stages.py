@@ -76,8 +76,7 @@ class FlatWeights:
             self.offsets.append(self.offsets[-1] + weight.numel())
         self.flat = torch.cat([weight.detach().reshape(-1) for weight in self.weights])
         self.num_bytes = self.flat.numel() * self.flat.element_size()
-        self.trained = [index for index, weight in enumerate(self.weights) if weight.requires_grad]
-        self.num_trained = sum(self.weights[index].numel() for index in self.trained)
+        self.note_trained()
         self._places = [
             self.flat[start : start + weight.numel()].view(weight.shape)
             for weight, start in zip(self.weights, self.offsets, strict=False)
@@ -85,6 +84,11 @@ class FlatWeights:
         self.received: torch.Tensor | None = None
         """Gradients of other pipelines in this batch, added up."""
         self.show()
+
+    def note_trained(self) -> None:
+        """Note which weights train; a program may freeze some between two batches, on all ranks alike."""
+        self.trained = [index for index, weight in enumerate(self.weights) if weight.requires_grad]
+        self.num_trained = sum(self.weights[index].numel() for index in self.trained)
 
     def show(self) -> None:
         """Let the weights lie in the storage, whether its bytes are there or not."""
@@ -210,6 +214,7 @@ class ShardedStages:
         for stage, flats in self.flats.items():
             for flat in flats:
                 flat.received = None  # of a batch that was given up
+                flat.note_trained()
                 if self.is_here[stage]:
                     flat.take()
         self._to_fetch = [job.stage for job in jobs if not self.is_here[job.stage]]

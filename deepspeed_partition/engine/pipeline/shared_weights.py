@@ -22,6 +22,7 @@ from torch import nn
 from deepspeed_partition.code_names import globals_in
 from deepspeed_partition.engine.runtime.environment import announce
 from deepspeed_partition.given_modules import built_aside, reached
+from deepspeed_partition.hidden_modules import hidden_modules
 
 WAY_OUT = (
     "list deepspeed_partition.engine.TiedModule(key, module, forward_fn=...), or a TiedLayerSpec, of one key at "
@@ -31,6 +32,10 @@ WAY_OUT = (
 
 HEDGE = ". If it only reads other things of it, this is nothing"
 """What is added where a function holds something, and may use it or not."""
+_ALL_OF_A_MODULE = frozenset(
+    ("children", "modules", "named_modules", "named_parameters", "parameters", "state_dict")
+)
+"""Methods by which code reaches all of a module without naming a part of it."""
 
 
 class TiedModule(TiedLayerSpec):
@@ -86,9 +91,10 @@ def why_not_apart(specs: Sequence[Any], loss_fn: Any = None) -> str:
     What a function might use, and need not, is said in the log.
     """
     users = _users_of_weights(specs)
-    if reason := _what_loss_shares(loss_fn, users, len(specs)):
-        if isinstance(loss_fn, nn.Module):
-            return reason
+    reason, is_certain = _what_loss_shares(loss_fn, users, len(specs))
+    if is_certain:
+        return reason
+    if reason:
         announce(f"{reason}{HEDGE}", logging.WARNING)
     shared = [layers for layers in users.values() if not _are_one(specs, layers)]
     if shared:
@@ -99,33 +105,56 @@ def why_not_apart(specs: Sequence[Any], loss_fn: Any = None) -> str:
     return _what_functions_share(specs, {weight: layers[0] for weight, layers in users.items()})
 
 
-def _what_loss_shares(loss_fn: Any, users: dict[nn.Parameter, list[int]], num_layers: int) -> str:
-    """What the loss has of a layer that may be on another stage than the last one; empty if nothing."""
+def _what_loss_shares(loss_fn: Any, users: dict[nn.Parameter, list[int]], num_layers: int) -> tuple[str, bool]:
+    """What the loss has of a layer that may be on another stage than the last one, and whether that is certain.
+
+    Nothing is an empty reason. It is certain of what a loss that is a module has registered: DeepSpeed trains,
+    moves and saves it with the loss.
+    """
     owners = {weight: layers[0] for weight, layers in users.items() if num_layers - 1 not in layers}
-    for used in _used_by_loss(loss_fn, owners) if owners else ():
+    if not owners:
+        return "", False
+    registered = [loss_fn] if isinstance(loss_fn, nn.Module) else []
+    for used in (*registered, *_used_by_loss(loss_fn, owners)):
         layers = _layers_of(used, owners)
-        if len(layers) == 1:
+        if layers:
             name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-            return (
-                f"the loss function ({name}) and layer {layers[0]} share a weight through one Python object, and "
-                "on two stages each has a copy of its own: let the last layer compute with it, and not the loss. "
-                f"For that {WAY_OUT}"
+            if len(layers) > 1:
+                what, one = f"the layers {listed(layers)} share weights", "those layers"
+            else:
+                what, one = f"layer {layers[0]} share a weight", "that layer"
+            instead = (
+                ". A loss that only reads other things of the model holds it in a list (self.net = [net]), and "
+                f"not as a submodule, which would be trained, moved and saved with the loss, and not with {one}"
             )
-    return ""
+            reason = (
+                f"the loss function ({name}) and {what} through one Python object, and on two stages each has a "
+                f"copy of its own: let the last layer compute with it, and not the loss. For that {WAY_OUT}"
+            )
+            return (reason + instead, True) if used is loss_fn else (reason, False)
+    return "", False
 
 
 def _used_by_loss(loss_fn: Any, owners: dict[nn.Parameter, int]) -> Iterator[nn.Module | nn.Parameter]:
-    """What a loss holds; of a module of many layers, such as the whole model, the children that its code names."""
+    """What a loss may use, and has not registered."""
     if not isinstance(loss_fn, nn.Module):
         yield from _used_by(loss_fn, owners)
         return
-    yield from (weight for weight in loss_fn._parameters.values() if weight is not None)
-    names = _names_in(type(loss_fn).forward)
-    for child in loss_fn.children():
-        if len(_layers_of(child, owners)) > 1:
-            yield from (part for name, part in child.named_children() if name in names)
-        else:
-            yield child
+    names = set().union(*(_names_in(each) for each in _methods_of(type(loss_fn))))
+    for path, held in hidden_modules(loss_fn).items():
+        is_named = path.rpartition(".")[2] in names or not names.isdisjoint(_ALL_OF_A_MODULE)
+        if is_named or len(_layers_of(held, owners)) == 1:
+            yield held
+    for method in _methods_of(type(loss_fn)):
+        yield from _used_by(method, owners)
+
+
+def _methods_of(kind: type) -> Iterator[Any]:
+    """The functions of a class and of its bases in Python, but for those of torch."""
+    for base in kind.__mro__:
+        if base is not nn.Module and not base.__module__.startswith("torch."):
+            own = (each for name, each in vars(base).items() if name != "__init__")
+            yield from filter(inspect.isfunction, own)
 
 
 def warn_of_weights_apart(specs: Sequence[Any], stage_of: Callable[[int], int], loss_fn: Any = None) -> None:
@@ -133,8 +162,9 @@ def warn_of_weights_apart(specs: Sequence[Any], stage_of: Callable[[int], int], 
     users = _users_of_weights(specs)
     last = stage_of(len(specs) - 1)
     elsewhere = {weight: layers for weight, layers in users.items() if last not in map(stage_of, layers)}
-    if reason := _what_loss_shares(loss_fn, elsewhere, len(specs)):
-        announce(reason if isinstance(loss_fn, nn.Module) else f"{reason}{HEDGE}", logging.WARNING)
+    reason, is_certain = _what_loss_shares(loss_fn, elsewhere, len(specs))
+    if reason:
+        announce(reason if is_certain else f"{reason}{HEDGE}", logging.WARNING)
     for layers in users.values():
         if not _are_one(specs, layers) and len(set(map(stage_of, layers))) > 1:
             announce(
@@ -238,7 +268,7 @@ def _used_by(function: Any, owners: dict[nn.Parameter, int]) -> Iterator[nn.Modu
     names = _names_in(function)
     for held in reached(_held_by(function)):
         children = dict(held.named_children()) if isinstance(held, nn.Module) else {}
-        if children and len(_layers_of(held, owners)) != 1:
+        if children and len(_layers_of(held, owners)) != 1 and _ALL_OF_A_MODULE.isdisjoint(names):
             yield from (child for name, child in children.items() if name in names)
         else:
             yield held
