@@ -14,6 +14,8 @@ from deepspeed_partition.capture.recorder import CaptureError
 
 SMALLEST_LAYER = 1 / 256
 """A layer with less than this share of the model's work joins one beside it."""
+FEWEST_LAYERS = 4
+"""Where fewer would be left, a layer is small beside the work of trained weights, and not beside all of it."""
 NEARBY = 1 / 12
 """Calls that share a weight stay in one layer where they are no further apart than this share of the work."""
 
@@ -42,7 +44,13 @@ def layout_of(flow: Flow, planned: PlannedMemory | None = None) -> Layout:
     group = _groups(flow, places, total)
     boundaries = _between_trained(flow, places, group)
     needed = _between_groups(group, boundaries)
-    _join_small(flow, places, boundaries, needed, total)
+    joined = set(boundaries)
+    _join_small(flow, places, joined, needed, total)
+    if len(joined) + 1 < FEWEST_LAYERS:  # most of the work may be that of frozen weights
+        trained = sum(node.work for node, own in zip(nodes, group, strict=True) if own is not None)
+        joined = set(boundaries)
+        _join_small(flow, places, joined, needed, trained or total)
+    boundaries = joined
     for num_devices in NUM_DEVICES:
         needed.update(*planned.boundaries_used(sorted(boundaries), num_devices))
     _join_costly(flow, places, boundaries, needed, total)

@@ -1116,6 +1116,14 @@ def _state() -> tuple[Any, ...]:
     return torch.is_grad_enabled(), casts
 
 
+_RECORDING: list[Tape] = []
+
+
+def is_recording() -> bool:
+    """Whether a model is being recorded now: its code runs for that, and computes nothing."""
+    return bool(_RECORDING)
+
+
 def record(
     model: nn.Module,
     args: Any,
@@ -1152,11 +1160,13 @@ def _record(
     quiet = logging.getLogger("torch._subclasses.fake_tensor")
     level = quiet.level
     quiet.setLevel(logging.CRITICAL)
+    _RECORDING.append(tape)
     try:
         with held.put_back(), torch.random.fork_rng(devices=[]), tape.weights.in_place():
             tape.begin_with(left)
             recording = tape.run(args, kwargs)
     finally:
+        _RECORDING.remove(tape)
         quiet.setLevel(level)
     recording.left = [each for each in held.left if tape.is_of_batch(each)]
     for path, weight, flag in tape.weights.set_once:

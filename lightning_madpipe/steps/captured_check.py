@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed_partition.capture.recorder import is_recording
 from deepspeed_partition.capture.structure import flatten
 from deepspeed_partition.code_names import function_of, is_librarys, names_in
 from lightning_madpipe.finding.captured_call import verb
@@ -66,6 +67,9 @@ class CapturedCheck(LayerCheck):
 
     @contextmanager
     def _noted_call(self) -> Iterator[None]:
+        if is_recording():  # for another state, of its code, which the watched run does not run now
+            yield
+            return
         with self._unnoted():
             before = self._traces()
         try:

@@ -785,6 +785,24 @@ def test_small_calls_beside_shared_weights_are_layers_of_their_own():
     assert_same(model, layers, [one(words(2, 7))])
 
 
+def test_a_small_head_behind_a_large_frozen_body_has_layers():
+    """All of it was one layer, for two stages."""
+
+    class Finetuned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))).requires_grad_(False)
+            self.first, self.second, self.third = nn.Linear(256, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.third(self.second(self.first(self.body(x))).relu())
+
+    model = Finetuned()
+    layers = captured_layers(model, torch.randn(3, 256))
+    assert len(layers) == 3
+    assert_same(model, layers, [one(torch.randn(2, 256))])
+
+
 class Wrapped(nn.Module):
     """Most of it is in a part that decides by data and reads an attribute of a block. It returns a number."""
 

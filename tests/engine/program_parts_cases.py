@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from deepspeed_partition.engine import TiedModule
 from deepspeed_partition.engine import engine as engine_of_plans
 from deepspeed_partition.engine.pipeline import drawn_data
+from tests.engine import plans
 from tests.engine.pipelines import WIDTH, mlp, two_groups
-from tests.engine.running import batches, mine, planned, raised, same, start, train
+from tests.engine.running import NUM_MICRO_BATCHES, batches, mine, planned, raised, same, start, train
 from tests.engine.strangers_cases import said_here
 
 ZERO_1 = {"zero_optimization": {"stage": 1}}
@@ -133,6 +134,42 @@ def a_loss_with_the_whole_model(folder: Path) -> None:
             engine.load_checkpoint(str(folder))
         losses.append(found + train(engine, data[2:]))
     same(losses[1], losses[0])
+
+
+class SendsLabels:
+    """Sends labels from the rank of the first stage to the last rank, as loaders of public programs do."""
+
+    def __init__(self, items: Any) -> None:
+        self.items = items
+
+    def __iter__(self) -> SendsLabels:
+        return self
+
+    def __next__(self) -> Any:
+        inputs, labels = next(self.items)
+        if torch.distributed.get_rank() == 0:
+            torch.distributed.send(labels, 1)
+        else:
+            torch.distributed.recv(labels, 0)
+        return inputs, labels
+
+
+def data_that_are_sent_between_the_ends(_: Path) -> None:
+    """Where one rank has both ends it waited for ever, and no sentence had the way out."""
+    data = batches(2)
+    losses = []
+    for sends in (False, True):
+        engine, _, _ = start(mlp(), [0, 3, 8], optimizer=two_groups)
+        items = mine(engine, data)
+        losses.append([float(engine.train_batch(SendsLabels(items) if sends else items)) for _ in data])
+    same(losses[1], losses[0])
+    devices, cuts = (0, 1, 0), [0, 2, 5, 8]
+    chain, platform = plans.chain_of(8), plans.platform_of(2)
+    plan = plans.plan_of(chain, platform, cuts, devices, orders=plans.depth_first(devices, NUM_MICRO_BATCHES, 1))
+    engine, _, _ = start(mlp(), None, num_stages=2, plan=plan, optimizer=two_groups)
+    items = mine(engine, data)
+    with raised(RuntimeError, "the data iterator calls torch.distributed.send() for rank 1", '"contiguous"'):
+        engine.train_batch(SendsLabels(items))
 
 
 def a_loss_that_is_compiled(_: Path) -> None:
@@ -331,7 +368,8 @@ def a_schedule_without_the_states_of_its_optimizer(folder: Path) -> None:
 
 
 CASES = [
-    a_loss_with_a_weight_of_a_layer, a_loss_with_the_whole_model, a_loss_that_is_compiled,
+    data_that_are_sent_between_the_ends, a_loss_with_a_weight_of_a_layer, a_loss_with_the_whole_model,
+    a_loss_that_is_compiled,
     what_a_function_of_data_holds, labels_in_an_object_that_is_filled_again,
     what_a_program_does_with_micro_batches, schedules_of_other_forms, data_that_end_where_the_plan_is_made,
     a_schedule_without_the_states_of_its_optimizer,

@@ -233,7 +233,7 @@ class EndlessTraining:
         return [*found, self._held_by_loss]
 
     def _refuse_other_flags(self) -> None:
-        """Let the next meeting fail where weights were frozen, or freed, that batches in flight have gradients of."""
+        """Let the next meeting fail where weights were frozen or freed while batches are in flight."""
         if any(weight.requires_grad != trains for weight, trains in self._flags):
             self._attempt.fail(RuntimeError(FROZEN_IN_FLIGHT), "the weights")
 

@@ -34,6 +34,7 @@ from deepspeed_partition.engine.pipeline.both_ends import BothEnds
 from deepspeed_partition.engine.pipeline.boundary_engine import AnyBoundaryEngine
 from deepspeed_partition.engine.pipeline.data_draws import DataDraws
 from deepspeed_partition.engine.pipeline.drawing_layers import draws_told
+from deepspeed_partition.engine.pipeline.ends_of_data import transfers_refused
 from deepspeed_partition.engine.pipeline.lockstep import Lockstep
 from deepspeed_partition.engine.pipeline.module_walks import clear_gradients
 from deepspeed_partition.engine.pipeline.plain_passes import IS_LOSS, PlainPasses, without_more
@@ -187,7 +188,7 @@ class AnyPlanEngine(AnyBoundaryEngine):
         self.batch_state = BatchState()
         if "batch_data" not in vars(self):  # what was not read outlives a move of the layers
             self.batch_data = BatchData(
-                lambda: PipelineEngine._next_batch(self),  # and not what loading a micro-batch is told
+                self._next_of_iterator,  # and not what loading a micro-batch is told
                 lambda: self.data_iterator,
             )
         self.batch_data.begin()
@@ -307,6 +308,12 @@ class AnyPlanEngine(AnyBoundaryEngine):
             self.training_dataloader, self.data_iterator = None, iterator
         else:
             super().set_dataiterator(iterator)
+
+    def _next_of_iterator(self) -> Any:
+        others = self.grid.pp_group
+        has_both_ends = len(others) > 1 and self.is_first_stage() and self.is_last_stage()
+        with transfers_refused(dist.get_rank(), others) if has_both_ends else nullcontext():
+            return PipelineEngine._next_batch(self)
 
     def _next_batch(self) -> Any:
         return super()._next_batch() if self._active < 0 else self._read_now
