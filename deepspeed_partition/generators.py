@@ -7,7 +7,7 @@ import random
 import sys
 from collections import deque
 from itertools import islice
-from types import BuiltinMethodType, MethodType, MethodWrapperType, ModuleType
+from types import BuiltinMethodType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ COMMON: dict[str, Any] = {"random": random._inst, "numpy.random": np.random.mtra
 TRACKER = "_CUDA_RNG_STATE_TRACKER"
 """Name by which DeepSpeed's checkpointing, and each Megatron, has the states that dropout draws from there."""
 
+_NO_OBJECTS = (nn.Module, type, torch.Tensor, FunctionType, *METHODS)
 _OF_TORCH = frozenset(vars(nn.Module()))
 _LIBRARIES = frozenset(
     ("deepspeed", "lightning", "lightning_fabric", "pytorch_lightning", "torch", "torchmetrics")
@@ -196,9 +197,14 @@ def _add_generators(value: Any, name: str, depth: int, found: dict[str, Any]) ->
 
 
 def members_of(value: Any) -> dict[str, Any] | None:
-    """The attributes of an object of the program, such as a meter; None of anything else."""
+    """The attributes of an object of the program, such as a meter; None of all else, also of what is called."""
+    return None if callable(value) else attributes_of_object(value)
+
+
+def attributes_of_object(value: Any) -> dict[str, Any] | None:
+    """As :func:`members_of`, and also of an object that can be called and is no function, such as a schedule."""
     kind = type(value)
-    if isinstance(value, nn.Module | type | torch.Tensor) or callable(value) or not hasattr(value, "__dict__"):
+    if isinstance(value, _NO_OBJECTS) or not hasattr(value, "__dict__"):
         return None
     if isinstance(value, ModuleType) and is_installed(value.__name__):  # which loads parts of itself at any time
         return None

@@ -23,10 +23,8 @@ from deepspeed_partition.code_names import (
     function_of,
     is_installed,
     is_librarys,
-    module_of,
-    slots_of,
 )
-from deepspeed_partition.generators import GENERATORS, generator_state, members_of, set_generator_state
+from deepspeed_partition.generators import GENERATORS, generator_state, set_generator_state
 from deepspeed_partition.hidden_modules import hidden_modules
 from deepspeed_partition.kept_values import (
     copied,
@@ -46,6 +44,7 @@ from deepspeed_partition.pipeline_attributes import (
     modules_of_program,
     names_of_program,
 )
+from deepspeed_partition.profiling.object_members import is_function_of_library, members_of, owner_of_method
 from deepspeed_partition.tensor_values import num_bytes_of, version_of
 from deepspeed_partition.tensor_values import put_back as put_values_back
 
@@ -60,6 +59,9 @@ OF_DEEPSPEED_ON_TENSORS = (
 _OWN_PACKAGES = ("deepspeed_partition", "lightning_madpipe")
 _CONTAINERS = (list, dict, set, deque)
 _DEPTH = 2
+"""Objects within objects that are put back and compared, as often as steps need it."""
+_DEPTH_MEASURED = 4
+"""Those that are put back where layers are measured: what lies deeper is said, if it has changed."""
 _MOST_MEMBERS = 1000
 """Members of a list or a dict up to which each is compared: of longer ones the length is."""
 _MOST_BYTES = 2**28
@@ -273,11 +275,13 @@ def _mark(value: Any, depth: int) -> Any:
         return id(value), {key: _mark(member, depth) for key, member in value.items()}
     if isinstance(value, list | tuple | dict | set | deque):
         return id(value), len(value)
+    if (owner := owner_of_method(value)) is not None:
+        return id(owner), _mark(owner, depth)
     state = state_of(value)
     value = itself(value)
     if state is not None:
         return id(value), state
-    table = _members_of(value) if depth else None
+    table = members_of(value) if depth else None
     return id(value), None if table is None else {key: _mark(member, depth - 1) for key, member in table.items()}
 
 
@@ -348,6 +352,7 @@ class _Held:
         elif isinstance(value, MethodType):
             self._add_object(value.__self__, value)
             self._read(value.__func__, type(value.__self__))
+            self._read_call_of(value.__self__)
         elif function_of(value) is not None:
             self._read(value, None)
         else:
@@ -378,8 +383,16 @@ class _Held:
             value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
         )
         for member in list(members)[:_MOST_MEMBERS]:
+            owner = owner_of_method(member)
             if function_of(member) is not None:
-                self._read(member, None)
+                self._read(member, None if owner is None else type(owner))
+            self._read_call_of(member if owner is None else owner)
+
+    def _read_call_of(self, value: Any) -> None:
+        """Read what calls an object of the program's that is no function and no module."""
+        is_none = isinstance(value, type | nn.Module | functools.partial) or function_of(value) is not None
+        if callable(value) and not is_none and not is_function_of_library(value):
+            self._read(type(value).__call__, type(value))
 
     def _add_pipeline(self, value: nn.Module, method: Any = None) -> None:
         if value not in self.pipelines:
@@ -442,6 +455,7 @@ class _Remembering:
     ) -> None:
         self._copies, self._known, self._by_others = copies, {} if known is None else known, by_others
         self._iterators = iterators
+        self._depth = _DEPTH_MEASURED if by_others else _DEPTH
         self._name = ""
         self._meanwhile: dict[Remembered, Any] = {}
         """What stands in the place of a value, by the function that puts it back."""
@@ -451,11 +465,11 @@ class _Remembering:
         """Whether something stands in the place of a value."""
         return bool(self._meanwhile)
 
-    def each(self, values: Mapping[Any, Any], depth: int = _DEPTH) -> dict[Any, Remembered]:
+    def each(self, values: Mapping[Any, Any], depth: int | None = None) -> dict[Any, Remembered]:
         """Return what makes each value what it is now."""
-        found = {}
+        found, depth = {}, self._depth if depth is None else depth
         for key, value in values.items():
-            if depth == _DEPTH and isinstance(key, str):
+            if depth == self._depth and isinstance(key, str):
                 self._name = key
             found[key] = self._remembered(value, depth)
         return found
@@ -497,6 +511,9 @@ class _Remembering:
         if type(value) is functools.partial:
             arguments = PartialArguments(value)
             return self._made_anew(value, tuple(arguments.values()), depth, arguments.partial_of)
+        if owner_of_method(value) is not None:
+            method = value.__func__
+            return self._made_anew(value, (value.__self__,), depth, lambda owner: MethodType(method, owner[0]))
         is_method = isinstance(value, BuiltinMethodType | MethodWrapperType)
         if is_method and not isinstance(value.__self__, type | ModuleType):
             name = value.__name__  # as of itertools.count().__next__
@@ -576,12 +593,26 @@ class _Remembering:
         in_place = kept_in_place(value)
         if in_place is not None:
             return in_place
-        table = _members_of(value) if depth else None
+        table = members_of(value)
+        if table is not None and not depth:
+            return self._teller(value, table) if self._by_others else _nothing
         if table is not None:
             inner = self.each(table, depth - 1)
             self.let_others_stand(table, inner)
             return lambda: _refill(table, _restored(inner))
         return _nothing
+
+    def _teller(self, value: Any, table: Mapping[str, Any]) -> Callable[[], object]:
+        """What says whether an object has changed that lies too deep to be put back."""
+        name, before = self._name, {key: _mark(member, 0) for key, member in table.items()}
+
+        def tell() -> None:
+            if any((id(value), depth) in self._known for depth in range(1, self._depth + 1)):
+                return  # another way to it is shorter
+            if {key: _mark(member, 0) for key, member in table.items()} != before:
+                say_of(name, value)("what it holds was changed")
+
+        return tell
 
 
 class AttributesOfForward:
@@ -646,18 +677,6 @@ def _changed_by_forward(module: nn.Module) -> Iterator[str]:
         may_change = isinstance(value, GENERATORS) or (found.fills and type(value) in _CONTAINERS)
         if name not in found.written and (name in found.counted or (may_change and name in found.read)):
             yield name
-
-
-def _members_of(value: Any) -> MutableMapping[str, Any] | None:
-    """The attributes of an object of the program, also those in slots; None of anything else."""
-    kind: Any = type(value)
-    table, slots = members_of(value), slots_of(kind)
-    is_others = (
-        callable(value) or isinstance(value, nn.Module) or is_librarys(kind) or is_installed(module_of(kind))
-    )
-    if not slots or is_others:
-        return table
-    return SlotsOf(value, slots, table)
 
 
 def _is_no_data(value: Any) -> bool:
