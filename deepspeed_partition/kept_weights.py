@@ -105,10 +105,15 @@ def places_of(modules: Iterable[nn.Module]) -> list[WeightPlace]:
 
 
 class Weights:
-    """The parameters of modules, as they are now, to tell later which have been written."""
+    """The parameters of modules, as they are now, to tell later which have been written.
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.places = places_of(modules)
+    Args:
+        modules: Each without its children.
+        noted: Whether it is let known which of them a forward writes.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], *, noted: bool = True) -> None:
+        self.places, self._is_noted = places_of(modules), noted
         self._marks = self._marked()
 
     def written(self) -> list[int]:
@@ -119,7 +124,7 @@ class Weights:
     def note_written(self) -> list[int]:
         """Let it be known which of them a forward writes; return their numbers."""
         written = self.written()
-        for number in written:
+        for number in written if self._is_noted else ():
             WRITTEN.add(self.places[number])
         return written
 

@@ -44,6 +44,7 @@ from deepspeed_partition.pipeline_attributes import (
     modules_of_program,
     names_of_program,
 )
+from deepspeed_partition.profiling.module_tables import ModuleTables
 from deepspeed_partition.profiling.object_members import is_function_of_library, members_of, owner_of_method
 from deepspeed_partition.tensor_values import num_bytes_of, version_of
 from deepspeed_partition.tensor_values import put_back as put_values_back
@@ -86,12 +87,14 @@ def attributes_kept(modules: Iterable[nn.Module], *, buffers: bool = False) -> I
 
     Numbers, strings, tensors, random generators, arrays, what ``kept_values.py`` knows, and lists, dicts, sets and
     deques of these become what they were, and so do the attributes of a program's objects. Of any other object
-    only the name is put back: what has changed within it stays changed.
+    only the name is put back: what has changed within it stays changed. Parameters and modules that are new are
+    gone, and others stand where they stood.
     """
     listed = list(modules)
     owners = list(dict.fromkeys(owner for module in listed for owner in module.modules()))
     hidden = [each for module in listed for each in hidden_modules(module).values()]
     with_buffers = [*(owners if buffers else []), *hidden]
+    tables_before = ModuleTables(owners, buffers=False), ModuleTables(hidden)
     owners = list(dict.fromkeys((*owners, *hidden)))
     remembering = _Remembering(_is_no_data, by_others=True)
     before = [(owner, remembering.each(attributes_of(owner))) for owner in owners]
@@ -118,6 +121,8 @@ def attributes_kept(modules: Iterable[nn.Module], *, buffers: bool = False) -> I
             for name, value in _restored(remembered).items():
                 if table[name] is not value:  # a scripted module's table can set one by one alone
                     table[name] = value
+        for each in tables_before:
+            each.put_back()
 
 
 def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:

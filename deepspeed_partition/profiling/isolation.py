@@ -5,21 +5,28 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from deepspeed_partition.hidden_modules import table_of
+from deepspeed_partition.hidden_modules import hidden_modules, table_of
 from deepspeed_partition.kept_weights import Weights
 from deepspeed_partition.profiling.attributes import attributes_kept
+from deepspeed_partition.profiling.module_tables import ModuleTables
 from deepspeed_partition.tensor_values import without_repeats
 
 
 @contextmanager
 def stand_ins(
-    modules: Sequence[nn.Module], device: torch.device, *, dtype: torch.dtype | None = None, trains: bool = True
+    modules: Sequence[nn.Module],
+    device: torch.device,
+    *,
+    dtype: torch.dtype | None = None,
+    trains: bool = True,
+    beside: Sequence[nn.Module] = (),
 ) -> Iterator[Callable[[], Callable[[], None]]]:
     """Let ``modules`` train on copies of their parameters and buffers, which lie on ``device``.
 
@@ -27,9 +34,13 @@ def stand_ins(
         dtype: the type of the parameters' copies, where they are floating; None: that of the originals. Buffers
             keep theirs, as in DeepSpeed.
         trains: use the mode of training; False: the modes that the modules are in.
+        beside: modules that run with them, such as a loss, on copies on the same device, of the same type as the
+            originals, in the modes that they are in. Their attributes are the caller's matter.
 
     The originals are put back untouched, wherever they live: no gradient, no running statistic, and no
-    hook that an optimizer hung on a parameter has noticed anything. Sharing among parameters is kept.
+    hook that an optimizer hung on a parameter has noticed anything. Sharing among parameters is kept. Modules that
+    they hold in lists and objects have copies, too, where the originals lie, and stay in their modes. What a first
+    forward makes, a module or a parameter, is gone afterwards.
 
     Yields:
         A function that notes the copies of parameters as they are before a run. It returns what gives them these
@@ -37,49 +48,55 @@ def stand_ins(
     """
     originals: list[tuple[nn.Module, str, torch.Tensor]] = []
     copies: dict[int, torch.Tensor] = {}
-    owners = list(dict.fromkeys(owner for module in modules for owner in module.modules()))
+    own = list(dict.fromkeys(owner for module in modules for owner in module.modules()))
+    of_beside = [owner for module in beside for owner in module.modules()]
+    hidden = [each for module in (*modules, *beside) for each in hidden_modules(module).values()]
+    owners = list(dict.fromkeys((*own, *of_beside, *hidden)))
+    types = dict.fromkeys(own, dtype)
+    elsewhere = set(hidden).difference(own, of_beside)
     modes = [(owner, owner.training) for owner in owners]
-    buffers = {owner: list(owner._buffers.items()) for owner in owners}
+    tables = ModuleTables(owners)
     try:
         for owner in owners:
             for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
                 if tensor is None:
                     continue
                 if id(tensor) not in copies:
-                    copies[id(tensor)] = _copy(tensor, device, dtype)
+                    place = tensor.device if owner in elsewhere else device
+                    copies[id(tensor)] = _copy(tensor, place, types.get(owner))
                 originals.append((owner, name, tensor))
                 setattr(owner, name, copies[id(tensor)])
-        for module in modules if trains else ():
-            module.train()
-        for owner in owners:
-            if isinstance(owner, nn.RNNBase):  # cuDNN wants the weights of an RNN side by side
-                owner.flatten_parameters()
-        values = {(owner, name): tensor for owner, name, tensor in originals}
+        with attributes_kept(modules):  # a program's own train() may change some, too
+            for module in modules if trains else ():
+                module.train()
+            for owner in owners:
+                if isinstance(owner, nn.RNNBase):  # cuDNN wants the weights of an RNN side by side
+                    owner.flatten_parameters()
+            values = {(owner, name): tensor for owner, name, tensor in originals}
 
-        def noted() -> Callable[[], None]:
-            weights = Weights(owners)
-            return lambda: weights.put_back(lambda number: values[weights.places[number][:2]])
+            def noted() -> Callable[[], None]:
+                weights = Weights(own), Weights(owners[len(own) :], noted=False)
 
-        given = Weights(owners)
-        with attributes_kept(modules):
+                def restore() -> None:
+                    for some in weights:
+                        some.put_back(partial(_value_at, some, values))
+
+                return restore
+
+            given = Weights(own)
             yield noted
-        given.note_written()
+            given.note_written()
     finally:
+        tables.put_back()
         for owner, name, tensor in originals:
             setattr(owner, name, tensor)
-        for owner, known in buffers.items():
-            _forget_new_buffers(owner, dict(known))
         for owner, mode in modes:
             owner.training = mode
 
 
-def _forget_new_buffers(owner: nn.Module, known: Mapping[str, torch.Tensor | None]) -> None:
-    """Let buffers of a module be None again that were, and not be there that were not."""
-    for name, tensor in list(owner._buffers.items()):
-        if name not in known:
-            delattr(owner, name)
-        elif known[name] is None and tensor is not None:
-            setattr(owner, name, None)
+def _value_at(weights: Weights, values: Mapping[tuple[nn.Module, str], torch.Tensor], number: int) -> torch.Tensor:
+    place = weights.places[number]
+    return values[place.owner, place.name]
 
 
 def _copy(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None) -> torch.Tensor:

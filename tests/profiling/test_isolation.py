@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from torch import nn
 
 from deepspeed_partition import kept_values
-from deepspeed_partition.profiling import profile_chain
+from deepspeed_partition.profiling import attributes, profile_chain, weights_beside
 
 QUICK: dict[str, Any] = {"warm_up": 1, "repeats": 1, "device": "cpu", "halves": False}
 X = torch.ones(5, 8)
@@ -176,3 +178,248 @@ def test_a_method_of_a_helper_that_a_loss_holds_is_put_back() -> None:
 
     measure(nn.Linear(8, 8), loss_fn)
     assert warm.calls == 0
+
+
+# Weights and buffers of losses, and of modules where torch does not look.
+
+
+def values_of(*modules: nn.Module) -> list[torch.Tensor]:
+    return [value.clone() for module in modules for value in module.state_dict().values()]
+
+
+def same(before: list[torch.Tensor], *modules: nn.Module) -> bool:
+    return all(map(torch.equal, before, values_of(*modules)))
+
+
+class CenterLoss(nn.Module):
+    """A loss whose weights follow the outputs, one that trains, and a teacher that follows that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.center = nn.Parameter(torch.zeros(8), requires_grad=False)
+        self.student, self.teacher = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False).eval()
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("bank", torch.zeros(4, 8))
+        self.hidden = {"norms": [nn.BatchNorm1d(8)], "teachers": [nn.Linear(8, 8).requires_grad_(False)]}
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        return [self, *self.hidden["norms"], *self.hidden["teachers"]]
+
+    def forward(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.center.lerp_(outputs.mean(0), 0.1)
+            for teacher in (self.teacher, *self.hidden["teachers"]):
+                teacher.weight.lerp_(self.student.weight, 0.1)
+                outputs = outputs + teacher(labels)
+            self.bank += 1
+        return mean_loss(self.hidden["norms"][0](self.norm(self.student(outputs))), self.center + self.bank.sum())
+
+    def compute(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self(outputs, labels)
+
+
+class Holder:
+    """A loss that is an object with a module."""
+
+    def __init__(self, loss: CenterLoss) -> None:
+        self.losses = [loss]
+
+    def __call__(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.losses[0](outputs, labels)
+
+
+LOSSES: dict[str, CenterLoss] = {}
+
+
+def _global(loss: CenterLoss) -> Any:
+    LOSSES["center"] = loss
+    return lambda outputs, labels: LOSSES["center"](outputs, labels)
+
+
+LOSS_FORMS: dict[str, Callable[[CenterLoss], Any]] = {
+    "module": lambda loss: loss,
+    "method": lambda loss: loss.compute,
+    "partial": lambda loss: partial(loss),
+    "closure": lambda loss: lambda outputs, labels: loss(outputs, labels),
+    "object": Holder,
+    "global": _global,
+}
+
+
+@pytest.mark.parametrize("form", LOSS_FORMS)
+def test_weights_of_a_loss_are_put_back(form: str) -> None:
+    """A centre and a teacher that follow what trains had moved by the runs that were made to measure."""
+    loss = CenterLoss()
+    before, modes = values_of(*loss.parts), [part.training for part in loss.modules()]
+    weights = [weight for part in loss.parts for weight in part.parameters()]
+    measure(nn.Linear(8, 8), LOSS_FORMS[form](loss))
+    assert same(before, *loss.parts) and [part.training for part in loss.modules()] == modes
+    assert all(a is b for a, b in zip(weights, (w for part in loss.parts for w in part.parameters()), strict=True))
+    assert all(weight.grad is None for weight in weights)
+
+
+@pytest.mark.parametrize("form", ["module", "method", "partial"])
+def test_hooks_on_weights_of_a_loss_hear_nothing(form: str) -> None:
+    """DeepSpeed's own left measured gradients where the first update adds them up."""
+    loss, heard = CenterLoss(), list[int]()
+    loss.student.weight.register_post_accumulate_grad_hook(lambda _: heard.append(1))
+    measure(nn.Linear(8, 8), LOSS_FORMS[form](loss))
+    assert not heard
+
+
+class Distilled(nn.Linear):
+    """A layer with a teacher in a list, which follows the layer."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.teacher = [copy.deepcopy(nn.Linear(8, 8)).eval()]
+        self.tools = SimpleNamespace(norm=nn.BatchNorm1d(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.teacher[0].weight.lerp_(self.weight, 0.1)
+        self.teacher[0].train()
+        return super().forward(x) + self.tools.norm(self.teacher[0](x))
+
+
+def test_weights_of_modules_in_lists_are_put_back() -> None:
+    layer = Distilled()
+    parts = (layer, layer.teacher[0], layer.tools.norm)
+    before, teacher = values_of(*parts), layer.teacher[0]
+    weight = teacher.weight
+    weight.register_post_accumulate_grad_hook(lambda _: pytest.fail("its gradient is another's"))
+    measure(layer)
+    assert same(before, *parts) and layer.teacher[0] is teacher and teacher.weight is weight
+    assert not teacher.training and weight.grad is None
+
+
+TOOLS: dict[str, Any] = {}
+
+
+def _of_function(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        TOOLS["teachers"][0].weight.mul_(0.9)
+    return TOOLS["norms"]["first"](TOOLS["teachers"][0](x))
+
+
+def test_modules_in_containers_beside_layers_are_put_back(said: list[str]) -> None:
+    """A net with normalization in a list that a function names kept its running statistics."""
+    teacher, norm = nn.Linear(8, 8).requires_grad_(False), nn.BatchNorm1d(8)
+    TOOLS.update(teachers=[teacher], norms={"first": norm})
+    before = values_of(teacher, norm)
+    measure(_of_function)
+    assert same(before, teacher, norm) and not said
+
+
+def test_metrics_in_a_dict_of_a_loss_are_put_back() -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.metrics = {"error": torchmetrics.MeanSquaredError()}
+
+        def forward(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            self.metrics["error"].update(outputs.detach(), labels)
+            return mean_loss(outputs, labels)
+
+    loss = Loss()
+    measure(nn.Linear(8, 8), loss)
+    assert int(loss.metrics["error"].total) == 0 and loss.metrics["error"]._update_count == 0
+
+
+def test_weights_beside_layers_that_are_not_copied_are_said(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_beside, "MOST_BYTES", 4, raising=False)
+    teacher = nn.Linear(8, 8).requires_grad_(False)
+    TOOLS.update(teachers=[teacher], norms={"first": nn.BatchNorm1d(8)})
+    measure(_of_function)
+    assert len(said) == 1 and said[0].startswith("weight of Linear (Parameter): it was written while layers")
+
+
+# What runs before and within a first forward.
+
+
+class Merging(nn.Linear):
+    """Adds its update to its weight when it is evaluated, and takes it off when it trains, as loralib."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.merged = False
+        self.update = nn.Parameter(torch.ones(8, 8))
+
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        if mode is self.merged:
+            self.weight.data += self.update.data * (-1 if mode else 1)
+            self.merged = not mode
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + (0 if self.merged else x @ self.update.T)
+
+
+def test_what_train_changes_is_put_back() -> None:
+    """The weight was merged, and said to be not, where a model was evaluated before it was measured."""
+    layer = Merging()
+    before = values_of(layer)
+    layer.eval()
+    merged = values_of(layer)
+    measure(layer)
+    assert layer.merged and not layer.training and same(merged, layer)
+    layer.train()
+    assert all(map(torch.allclose, before, values_of(layer)))
+
+
+class Late(nn.Module):
+    """Makes what it needs in its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter("scale", None)
+        self.register_buffer("seen", None)
+        self.inner = nn.Sequential(nn.Identity())
+
+    def forward(self, x: torch.Tensor, _: Any = None) -> torch.Tensor:
+        if not hasattr(self, "bn"):
+            self.bn = nn.BatchNorm1d(x.shape[1], affine=False)
+            self.shift = nn.Parameter(torch.zeros(x.shape[1]))
+            self.scale = nn.Parameter(torch.ones(x.shape[1]))
+            self.seen = x.detach().clone()
+            self.register_buffer("more", torch.ones(1), persistent=False)
+            self.inner[0] = nn.BatchNorm1d(x.shape[1])
+            self.inner.append(nn.ReLU())
+        return self.inner(self.bn(x) * self.scale + self.shift)
+
+    @property
+    def names(self) -> list[list[str]]:
+        own = [list(table) for table in (self._modules, self._parameters, self._buffers)]
+        return [*own, list(vars(self)), sorted(self._non_persistent_buffers_set)]
+
+
+def loss_of(late: Late) -> Any:
+    return lambda outputs, labels: late(outputs).square().mean()
+
+
+class LateLoss(Late):
+    def forward(self, x: torch.Tensor, _: Any = None) -> torch.Tensor:
+        return super().forward(x).square().mean()
+
+
+def test_what_a_first_forward_makes_is_made_again() -> None:
+    """A normalization of a layer began with the statistics of the runs that were made to measure."""
+    late, of_loss, beside, hidden = Late(), LateLoss(), Late(), Late()
+    every = (late, of_loss, beside, hidden)
+    before = [(each.names, each.inner[0]) for each in every]
+    layer = Helped([hidden])
+    measure(late, of_loss)
+    measure(layer, loss_of(beside))
+    for each, (names, inner) in zip(every, before, strict=True):
+        assert each.names == names and each.inner[0] is inner
+        assert each.scale is None and each.seen is None
+    for each in every:
+        with attributes.attributes_kept([each]):
+            each(X)
+        assert not hasattr(each, "bn") and not hasattr(each, "shift") and each.scale is None
