@@ -65,6 +65,12 @@ def hidden_modules(module: nn.Module, apart: Container[nn.Module] = ()) -> dict[
     return found
 
 
+def modules_within(value: Any) -> list[nn.Module]:
+    """Return the modules in a container or an object, and those that they hold where torch does not look."""
+    found = dict.fromkeys(module for _, module in _modules_in(value, "", _DEPTH))
+    return list(dict.fromkeys(each for module in found for each in (module, *hidden_modules(module).values())))
+
+
 def hidden_tensors(hidden: dict[str, nn.Module]) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers of :func:`hidden_modules`, by name."""
     return {

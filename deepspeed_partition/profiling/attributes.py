@@ -25,7 +25,7 @@ from deepspeed_partition.code_names import (
     is_librarys,
 )
 from deepspeed_partition.generators import GENERATORS, generator_state, set_generator_state
-from deepspeed_partition.hidden_modules import hidden_modules
+from deepspeed_partition.hidden_modules import hidden_modules, modules_within
 from deepspeed_partition.kept_values import (
     copied,
     iterator_kept,
@@ -46,6 +46,7 @@ from deepspeed_partition.pipeline_attributes import (
 )
 from deepspeed_partition.profiling.module_tables import ModuleTables
 from deepspeed_partition.profiling.object_members import is_function_of_library, members_of, owner_of_method
+from deepspeed_partition.profiling.weights_beside import WeightsBeside
 from deepspeed_partition.tensor_values import num_bytes_of, version_of
 from deepspeed_partition.tensor_values import put_back as put_values_back
 
@@ -140,22 +141,33 @@ def _attributes_of_tensor(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 @contextmanager
-def state_kept(functions: Iterable[Any], code_of: Iterable[Any] = ()) -> Iterator[None]:
+def state_kept(
+    functions: Iterable[Any], code_of: Iterable[Any] = (), apart: Iterable[nn.Module] = ()
+) -> Iterator[None]:
     """Put back afterwards what functions and other objects that are called hold, and what other code names.
 
     That is, as :func:`attributes_kept` does it: attributes and buffers of a module, the attributes of an object
     and of what a method belongs to, the arguments of a partial, and the variables around the program's own code:
-    of functions around it, of its file, of its class.
+    of functions around it, of its file, of its class. Modules that stand in lists, dicts and objects there count,
+    too, and weights of all of these modules that are not trained.
 
     Args:
         functions: What is called.
         code_of: Modules and specifications of layers, whose attributes others keep.
+        apart: Modules of the functions whose weights others keep, as those of ``code_of``.
     """
-    restore = HeldState(functions, code_of).remembered(buffers=True, by_others=True)
+    layers = list(code_of)
+    held = HeldState(functions, layers, hidden=True)
+    others = [each for each in (*layers, *apart) if isinstance(each, nn.Module)]
+    restore = held.remembered(buffers=True, by_others=True)
+    tables = ModuleTables(held.modules)
+    weights = WeightsBeside(held.modules, {id(weight) for each in others for weight in each.parameters()})
     try:
         yield
     finally:
         restore(frozenset())
+        tables.put_back()
+        weights.put_back()
 
 
 Place: TypeAlias = tuple[int, Any]
@@ -168,18 +180,18 @@ class HeldState:
     Args:
         functions: What is called. What their code can reach is looked for once.
         code_of: Modules and specifications of layers, whose attributes do not count.
+        hidden: Whether modules count that stand in lists, dicts and objects.
     """
 
-    def __init__(self, functions: Iterable[Any], code_of: Iterable[Any] = ()) -> None:
+    def __init__(self, functions: Iterable[Any], code_of: Iterable[Any] = (), *, hidden: bool = False) -> None:
         held = _Held()
         for function in functions:
             held.add(function)
         for each in code_of:
             held.add_code_of(each)
+        modules = [*held.modules, *(held.hidden_modules() if hidden else ())]
         self._owners = list(
-            {
-                id(owner): (owner, path) for module in held.modules for path, owner in module.named_modules()
-            }.values()
+            {id(owner): (owner, path) for module in modules for path, owner in module.named_modules()}.values()
         )
         self._pipelines = held.pipelines
         self._tables = list(held.tables())
@@ -232,6 +244,11 @@ class HeldState:
                             table[key] = value
 
         return restore
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that are held, and their children, each once."""
+        return [owner for owner, _ in self._owners]
 
     def let_iterators_stand_again(self) -> None:
         """Put iterators back to where others have stood for them, when nothing has to be given again any more."""
@@ -425,6 +442,14 @@ class _Held:
         for place, name in list(self._search.found.items()):
             if place not in before:
                 self.add(name.value)
+
+    def hidden_modules(self) -> list[nn.Module]:
+        """The modules that stand in containers and objects, in these modules or elsewhere."""
+        found = [each for module in self.modules for each in hidden_modules(module).values()]
+        for table, keys in self.tables():
+            for key in keys or list(table):
+                found += modules_within(table.get(key))
+        return [each for each in dict.fromkeys(found) if not is_pipeline_module(each) and not is_engine(each)]
 
     def tables(self) -> Iterator[tuple[MutableMapping[str, Any], list[str]]]:
         """Yield each table with the variables in it that are held; no names: all of them."""

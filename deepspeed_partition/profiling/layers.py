@@ -28,9 +28,9 @@ from deepspeed_partition.profiling.devices import hardware_name
 from deepspeed_partition.profiling.isolation import training_conditions
 from deepspeed_partition.profiling.measure import MeasuredLayer, measure_layers, run_layers
 from deepspeed_partition.profiling.readings import suspicious
-from deepspeed_partition.profiling.run import Conditions
+from deepspeed_partition.profiling.run import Conditions, Loss
 from deepspeed_partition.profiling.sharing import measure_shared, share_of
-from deepspeed_partition.profiling.sources import LayerSource, layer_sources, modules_of
+from deepspeed_partition.profiling.sources import LayerSource, layer_sources, modules_called, modules_of
 from deepspeed_partition.profiling.stash import layer_profiles
 
 logger = logging.getLogger(__name__)
@@ -275,8 +275,13 @@ def _split(sample: Any, loss_fn: LossFunction | None) -> tuple[Boundary, Any]:
     return inputs, labels
 
 
-def _called(sources: Iterable[LayerSource], loss_fn: LossFunction | None) -> tuple[list[Any], list[Any]]:
-    """Return the loss with the layers that are functions, and the other layers: measuring calls them often."""
+def _called(
+    sources: Iterable[LayerSource], loss_fn: LossFunction | None
+) -> tuple[list[Any], list[Any], tuple[nn.Module, ...]]:
+    """Return the loss with the layers that are functions, the other layers, and the modules of the loss.
+
+    Measuring calls the functions often, where they are; layers and the modules of the loss run on copies.
+    """
     functions: list[Any] = [loss_fn]
     others: list[Any] = []
     for each in sources:
@@ -284,11 +289,8 @@ def _called(sources: Iterable[LayerSource], loss_fn: LossFunction | None) -> tup
         is_function = forward is not None or not (isinstance(each.source, nn.Module) or is_layer_spec(each.source))
         functions += [forward or each.source] if is_function else []
         others += [each.source, *modules_of(each.source)]
-    return functions, others
+    return functions, others, modules_called(loss_fn)
 
 
-def _finish(loss_fn: LossFunction | None, labels: Any, conditions: Conditions) -> Callable[[Any], Any] | None:
-    if loss_fn is None:
-        return None
-    labels = to_device(labels, conditions.device)
-    return lambda output: loss_fn(output, labels)
+def _finish(loss_fn: LossFunction | None, labels: Any, conditions: Conditions) -> Loss | None:
+    return None if loss_fn is None else Loss(loss_fn, to_device(labels, conditions.device))

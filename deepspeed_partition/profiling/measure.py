@@ -18,7 +18,7 @@ from deepspeed_partition.profiling.failed_backward import forget_failed_backward
 from deepspeed_partition.profiling.isolation import gradients_kept, stand_ins
 from deepspeed_partition.profiling.layer_memory import MemoryReading, keys_of, measure_memory
 from deepspeed_partition.profiling.live_bytes import storages_of
-from deepspeed_partition.profiling.run import Conditions, LayerRun, gradients_for
+from deepspeed_partition.profiling.run import Conditions, LayerRun, Loss, gradients_for
 from deepspeed_partition.profiling.sources import BuiltLayer, LayerSource, said
 
 
@@ -78,13 +78,16 @@ class MeasuredLayer:
 
 
 @contextmanager
-def _ready(layer: LayerSource, boundary: Boundary, conditions: Conditions) -> Iterator[BuiltLayer]:
-    """Build the layer and put it on the device, within the context."""
+def _ready(
+    layer: LayerSource, boundary: Boundary, conditions: Conditions, finish: Loss | None = None
+) -> Iterator[BuiltLayer]:
+    """Build the layer and put it on the device, with the modules of its loss, within the context."""
     try:
         with built_aside(layer.source, layer.build) as built:
             if any(nn.parameter.is_lazy(parameter) for parameter in built.parameters()):
                 raise ValueError(f"layer {layer.name!r} has lazy parameters, without shapes: run it once before")
-            with stand_ins(built.modules, conditions.device):
+            of_loss = () if finish is None else finish.modules
+            with stand_ins(built.modules, conditions.device, beside=of_loss):
                 yield built
     except (torch.cuda.OutOfMemoryError, MemoryError) as error:
         forget_failed_backward()
@@ -98,10 +101,10 @@ def measure_layer(
     layer: LayerSource,
     boundary: Boundary,
     conditions: Conditions,
-    finish: Callable[[Any], Any] | None = None,
+    finish: Loss | None = None,
 ) -> tuple[MeasuredLayer, Boundary]:
     """Measure one layer on the input ``boundary``; return the measurement and the output, detached."""
-    with _ready(layer, boundary, conditions) as built:
+    with _ready(layer, boundary, conditions, finish) as built:
         run = LayerRun(layer.name, built.call, boundary, conditions, finish, built.modules)
         parameters = built.parameters()
         with gradients_kept(_parameters_elsewhere(run, parameters)):
@@ -137,7 +140,7 @@ def measure_layers(
     layers: Sequence[LayerSource],
     boundary: Boundary,
     conditions: Conditions,
-    finish: Callable[[Any], Any] | None = None,
+    finish: Loss | None = None,
     *,
     on_layer: Callable[[], object] | None = None,
 ) -> tuple[list[MeasuredLayer], Boundary]:

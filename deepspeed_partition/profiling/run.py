@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
 from deepspeed_partition.profiling.boundaries import Boundary, describe, is_boundary, tensors_of
 from deepspeed_partition.profiling.devices import device_or_default
 from deepspeed_partition.profiling.layer_outputs import ways_out
-from deepspeed_partition.profiling.sources import layer_in_words, said
+from deepspeed_partition.profiling.sources import layer_in_words, modules_called, said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,22 @@ class Conditions:
         return time.perf_counter()
 
 
+@dataclass(frozen=True)
+class Loss:
+    """The loss function with the labels of the sample; it is called with the last output."""
+
+    function: Callable[[Any, Any], torch.Tensor]
+    labels: Any
+
+    def __call__(self, output: Any) -> Any:
+        return self.function(output, self.labels)
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules whose weights are the loss's own."""
+        return modules_called(self.function)
+
+
 HANDED_OVER = (
     "; each layer is run alone: what an earlier one leaves for it elsewhere than in its output, such as a skip in "
     "a dictionary that both have, is not there. Make one layer of both and of all between them, such as an "
@@ -85,8 +102,8 @@ class LayerRun:
         call: Callable[[Any], Any],
         boundary: Boundary,
         conditions: Conditions,
-        finish: Callable[[Any], Any] | None = None,
-        modules: Sequence[torch.nn.Module] = (),
+        finish: Loss | None = None,
+        modules: Sequence[nn.Module] = (),
     ) -> None:
         self.name, self._modules = name, modules
         self.conditions = conditions

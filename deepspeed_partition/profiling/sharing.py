@@ -11,7 +11,7 @@ import torch.distributed as dist
 from deepspeed_partition.profiling.arrivals import wait_for_all
 from deepspeed_partition.profiling.boundaries import Boundary, from_span, span, tensors_of
 from deepspeed_partition.profiling.measure import MeasuredLayer, measure_layers, run_layers
-from deepspeed_partition.profiling.run import Conditions
+from deepspeed_partition.profiling.run import Conditions, Loss
 from deepspeed_partition.profiling.sources import LayerSource, said
 
 _Result = list[MeasuredLayer] | Exception
@@ -31,7 +31,7 @@ def measure_shared(
     layers: Sequence[LayerSource],
     boundary: Boundary,
     conditions: Conditions,
-    finish: Callable[[Any], Any] | None = None,
+    finish: Loss | None = None,
     group: dist.ProcessGroup | None = None,
     *,
     on_layer: Callable[[], object] | None = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from deepspeed_partition.layer_calls import is_layer_spec, unpacking
+from deepspeed_partition.pipeline_attributes import is_engine, is_pipeline_module, modules_of_program
 from deepspeed_partition.profiling.live_bytes import storages_of
 from deepspeed_partition.tensor_values import num_bytes_of
 
@@ -142,6 +144,22 @@ def modules_of(layer: Any) -> tuple[nn.Module, ...]:
         return (*modules_of(layer.func), *(item for item in given if isinstance(item, nn.Module)))
     wrapped = getattr(layer, "__wrapped__", None)
     return () if wrapped is None else modules_of(wrapped)
+
+
+def modules_called(function: Any) -> tuple[nn.Module, ...]:
+    """Return the modules whose weights are those of a loss function: itself, or what it is a method of.
+
+    A pipeline module's are its layers': of that the modules count that a program has added to it.
+    """
+    if isinstance(function, functools.partial):
+        given = (*function.args, *function.keywords.values())
+        return (*modules_called(function.func), *(each for each in given if isinstance(each, nn.Module)))
+    owner = function.__self__ if isinstance(function, MethodType) else function
+    if isinstance(owner, nn.Module):
+        if is_engine(owner):
+            return ()
+        return tuple(modules_of_program(owner)) if is_pipeline_module(owner) else (owner,)
+    return modules_of(function)
 
 
 def _storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
