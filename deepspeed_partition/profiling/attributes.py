@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from operator import is_
 from types import BuiltinMethodType, MethodType, MethodWrapperType, ModuleType
@@ -45,7 +45,12 @@ from deepspeed_partition.pipeline_attributes import (
     names_of_program,
 )
 from deepspeed_partition.profiling.module_tables import ModuleTables
-from deepspeed_partition.profiling.object_members import is_function_of_library, members_of, owner_of_method
+from deepspeed_partition.profiling.object_members import (
+    is_function_of_library,
+    members_of,
+    owner_of_method,
+    packages_of,
+)
 from deepspeed_partition.profiling.weights_beside import WeightsBeside
 from deepspeed_partition.tensor_values import num_bytes_of, version_of
 from deepspeed_partition.tensor_values import put_back as put_values_back
@@ -157,7 +162,7 @@ def state_kept(
         apart: Modules of the functions whose weights others keep, as those of ``code_of``.
     """
     layers = list(code_of)
-    held = HeldState(functions, layers, hidden=True)
+    held = HeldState(functions, layers, in_full=True)
     others = [each for each in (*layers, *apart) if isinstance(each, nn.Module)]
     restore = held.remembered(buffers=True, by_others=True)
     tables = ModuleTables(held.modules)
@@ -180,16 +185,18 @@ class HeldState:
     Args:
         functions: What is called. What their code can reach is looked for once.
         code_of: Modules and specifications of layers, whose attributes do not count.
-        hidden: Whether modules count that stand in lists, dicts and objects.
+        in_full: Whether modules count, too, that stand in lists, dicts and objects, and what code of installed
+            packages names, where functions or layers are of these packages.
     """
 
-    def __init__(self, functions: Iterable[Any], code_of: Iterable[Any] = (), *, hidden: bool = False) -> None:
-        held = _Held()
-        for function in functions:
+    def __init__(self, functions: Iterable[Any], code_of: Iterable[Any] = (), *, in_full: bool = False) -> None:
+        called, layers = list(functions), list(code_of)
+        held = _Held(packages_of((*called, *layers)) if in_full else frozenset(), of_parts=in_full)
+        for function in called:
             held.add(function)
-        for each in code_of:
+        for each in layers:
             held.add_code_of(each)
-        modules = [*held.modules, *(held.hidden_modules() if hidden else ())]
+        modules = [*held.modules, *(held.hidden_modules() if in_full else ())]
         self._owners = list(
             {id(owner): (owner, path) for module in modules for path, owner in module.named_modules()}.values()
         )
@@ -340,16 +347,24 @@ class PartialArguments(MutableMapping[str, Any]):
 
 
 class _Held:
-    """What functions hold: modules, and variables by the tables that they stand in."""
+    """What functions hold: modules, and variables by the tables that they stand in.
 
-    def __init__(self) -> None:
+    Args:
+        packages: Installed packages whose code is read as the program's own.
+        of_parts: Whether the code of the children of a module that is called is read, too.
+    """
+
+    def __init__(self, packages: Container[str] = frozenset(), *, of_parts: bool = False) -> None:
         self.modules: list[nn.Module] = []
         self.pipelines: dict[nn.Module, set[str]] = {}
         """Pipeline modules of DeepSpeed's, and the attributes of these that are the program's: others go on."""
         self._objects: list[MutableMapping[str, Any]] = []
         self._seen: dict[int, Any] = {}
         """What was looked at, by ``id``; it is held, so that no other one gets the ``id`` of a method."""
-        self._search = CodeSearch(lambda module: not is_installed(module))
+        self._of_parts = of_parts
+        self._search = CodeSearch(
+            lambda module: not is_installed(module) or (module or "").partition(".")[0] in packages
+        )
 
     @property
     def caches(self) -> dict[str, Any]:
@@ -367,6 +382,8 @@ class _Held:
             self.modules.append(value)
             self._read(forward_of(value), type(value))
             self._add_hooks_of(value)
+            if self._of_parts:
+                self._read_parts(value)
         elif isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
                 self.add(part)
@@ -385,13 +402,18 @@ class _Held:
         """Find what the code of a module and its children names; of a specification, its arguments, too."""
         if isinstance(layer, nn.Module):
             self._add_hooks_of(layer)
-            for part in layer.modules():
-                self._read(forward_of(part), type(part))
-                for value in attributes_of(part).values():
-                    self._read_functions(value)
+            self._read_parts(layer)
         elif isinstance(kind := getattr(layer, "typename", None), type):
             self._objects.append(vars(layer))
             self._read(getattr(kind, "forward", None), kind)
+
+    def _read_parts(self, module: nn.Module) -> None:
+        for part in module.modules():
+            for base in type(part).__mro__:  # one may call that of another with super()
+                if "forward" in vars(base):
+                    self._read(vars(base)["forward"], type(part))
+            for value in attributes_of(part).values():
+                self._read_functions(value)
 
     def _add_hooks_of(self, module: nn.Module) -> None:
         for part in module.modules():

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import functools
+import sys
+from collections.abc import Iterable, MutableMapping
 from types import MethodType, ModuleType
 from typing import Any
 
 from torch import nn
 
 from deepspeed_partition.cached_results import CACHE
-from deepspeed_partition.code_names import SlotsOf, is_installed, is_librarys, module_of, slots_of
+from deepspeed_partition.code_names import SlotsOf, function_of, is_installed, is_librarys, module_of, slots_of
 from deepspeed_partition.generators import attributes_of_object
 
 _COMPILERS = ("cupy", "numba", "triton")
@@ -41,3 +43,30 @@ def owner_of_method(value: Any) -> Any:
     if not isinstance(value, MethodType) or isinstance(value.__self__, type | ModuleType):
         return None
     return value.__self__
+
+
+def packages_of(called: Iterable[Any]) -> frozenset[str]:
+    """Return the packages that layers and functions are of, also installed ones, but for Python's and libraries.
+
+    Args:
+        called: Modules, each with its children, specifications of layers, functions and objects.
+    """
+    named: list[Any] = []
+    for each in called:
+        owner = owner_of_method(each)
+        if isinstance(each, functools.partial):
+            named += [each.func, *each.args, *each.keywords.values()]
+        elif isinstance(kind := getattr(each, "typename", None), type):
+            named.append(kind)
+        else:
+            named.append(each if owner is None else owner)
+    kinds = [part for each in named for part in _kinds_of(each)]
+    found = {module_of(kind).partition(".")[0] for kind in kinds if not is_librarys(kind)}
+    return frozenset(found.difference(sys.stdlib_module_names, ("",)))
+
+
+def _kinds_of(value: Any) -> list[Any]:
+    """What tells the package of a value: its classes, or itself where it is a function."""
+    if isinstance(value, nn.Module):
+        return [type(part) for part in value.modules()]
+    return [value] if isinstance(value, type) or function_of(value) is not None else [type(value)]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import random
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -370,7 +372,7 @@ def test_what_train_changes_is_put_back() -> None:
     measure(layer)
     assert layer.merged and not layer.training and same(merged, layer)
     layer.train()
-    assert all(map(torch.allclose, before, values_of(layer)))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(before, values_of(layer), strict=True))
 
 
 class Late(nn.Module):
@@ -423,3 +425,55 @@ def test_what_a_first_forward_makes_is_made_again() -> None:
         with attributes.attributes_kept([each]):
             each(X)
         assert not hasattr(each, "bn") and not hasattr(each, "shift") and each.scale is None
+
+
+# Layers and losses of installed packages.
+
+PACKAGE = """
+import torch
+from torch import nn
+
+SEEN = []
+
+def noted(x):
+    SEEN.append(len(SEEN))
+    return x
+
+class Layer(nn.Module):
+    calls = 0
+    def forward(self, x):
+        type(self).calls += 1
+        return noted(x) * self.calls
+
+class Loss(Layer):
+    calls = 0
+    def forward(self, outputs, labels):
+        return super().forward(outputs).mean()
+
+class Helper:
+    calls = 0
+    def __call__(self, outputs, labels):
+        Helper.calls += 1
+        return noted(outputs).mean()
+"""
+
+
+@pytest.mark.parametrize("kind", ["layer", "loss", "object", "spec"])
+def test_what_code_of_an_installed_package_names_is_put_back(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts of a class in site-packages went on, where the same class in the program's file was put back."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / f"counting_{kind}.py").write_text(PACKAGE)
+    monkeypatch.syspath_prepend(folder)
+    package = importlib.import_module(f"counting_{kind}")
+    layer, loss_fn = nn.Linear(8, 8), mean_loss
+    if kind == "layer":
+        layer = nn.Sequential(nn.Identity(), package.Layer())
+    elif kind == "spec":
+        layer = pytest.importorskip("deepspeed.pipe").LayerSpec(package.Layer)
+    else:
+        loss_fn = package.Loss() if kind == "loss" else package.Helper()
+    measure(layer, loss_fn)
+    assert (package.Layer.calls, package.Loss.calls, package.Helper.calls, package.SEEN) == (0, 0, 0, [])
