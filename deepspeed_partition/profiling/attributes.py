@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
@@ -73,6 +74,8 @@ _MOST_MEMBERS = 1000
 """Members of a list or a dict up to which each is compared: of longer ones the length is."""
 _MOST_BYTES = 2**28
 """Bytes of the largest tensor or array that is copied to be put back: a larger one is data and no state."""
+_MOST_BYTES_READ = 2**32
+"""Bytes of the largest array that is read to see whether it has changed: an array counts no writes."""
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
@@ -610,7 +613,7 @@ class _Remembering:
             state = generator_state(value)
             return lambda: set_generator_state(value, state)
         if isinstance(value, torch.Tensor | np.ndarray) and not self._copies(value):
-            return _nothing
+            return self._large_told(value) if self._by_others else _nothing
         if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and not value.is_inference():
             copy, version = value.detach().clone(), value._version
 
@@ -653,6 +656,16 @@ class _Remembering:
             self.let_others_stand(table, inner)
             return lambda: _refill(table, _restored(inner))
         return _nothing
+
+    def _large_told(self, value: Any) -> Callable[[], object]:
+        """What says whether a tensor or an array has changed that is too large to be copied."""
+        name, before = self._name, _mark_of_large(value)
+
+        def tell() -> None:
+            if _mark_of_large(value) != before:
+                say_of(name, value)("its values, too many to be copied, were changed")
+
+        return tell
 
     def _teller(self, value: Any, table: Mapping[str, Any]) -> Callable[[], object]:
         """What says whether an object has changed that lies too deep to be put back."""
@@ -733,6 +746,16 @@ def _changed_by_forward(module: nn.Module) -> Iterator[str]:
 
 def _is_no_data(value: Any) -> bool:
     return (num_bytes_of(value) if isinstance(value, torch.Tensor) else value.nbytes) <= _MOST_BYTES
+
+
+def _mark_of_large(value: Any) -> int | None:
+    """What tells whether a large tensor or array was written in place; None where it would take too long."""
+    if isinstance(value, torch.Tensor):
+        return version_of(value)
+    is_read = value.flags.writeable and value.flags.c_contiguous and not isinstance(value, np.memmap)
+    if not is_read or value.dtype.hasobject or value.nbytes > _MOST_BYTES_READ:
+        return None
+    return zlib.crc32(value.view(np.uint8).data) if value.nbytes else 0
 
 
 def _restored(remembered: Mapping[Any, Remembered]) -> dict[Any, Any]:

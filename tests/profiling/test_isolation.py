@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -477,3 +478,39 @@ def test_what_code_of_an_installed_package_names_is_put_back(
         loss_fn = package.Loss() if kind == "loss" else package.Helper()
     measure(layer, loss_fn)
     assert (package.Layer.calls, package.Loss.calls, package.Helper.calls, package.SEEN) == (0, 0, 0, [])
+
+
+# Tensors that are too large to be copied.
+
+
+class Queued(nn.Linear):
+    """Keeps its last outputs in tensors: attributes, of which it writes the first two in place."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.queue, self.array = torch.zeros(100, 8), np.zeros((100, 8))
+        self.read, self.replaced = torch.zeros(100, 8), torch.zeros(100, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.queue[: len(x)] = x
+            self.array[50] += 1
+            self.replaced = self.replaced + 1
+        return super().forward(x) + self.read.mean()
+
+
+def test_large_tensors_that_are_changed_are_said(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a memory bank had got from the runs that were made to measure was neither put back nor told."""
+    monkeypatch.setattr(attributes, "_MOST_BYTES", 1000)
+    layer = Queued()
+    measure(layer)
+    assert [line.partition(":")[0] for line in said] == ["queue (Tensor)", "array (ndarray)"]
+    assert all("its values, too many to be copied, were changed" in line for line in said)
+    assert not layer.replaced.any()
+
+
+def test_a_large_buffer_of_a_loss_is_put_back(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attributes, "_MOST_BYTES", 8)
+    loss = CenterLoss()
+    measure(nn.Linear(8, 8), loss)
+    assert not loss.bank.any() and not said
