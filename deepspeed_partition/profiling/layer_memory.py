@@ -69,9 +69,10 @@ class _SavedTensor:
 class LayerMemory:
     """Observer of one forward of a layer, then of its backward, alone or in the middle of others.
 
-    Kept for the backward is what lives while the graph does and is freed with it: what saved-tensor hooks see,
-    and what a function of the user hides in its context. What outlives the graph, for example a table that the
-    module caches, is not paid per micro-batch.
+    Kept for the backward is what this forward has made and autograd saves, as saved-tensor hooks see it, and what
+    is freed with the graph: what a function of the user hides in its context. What outlives the graph and is not
+    saved is not paid per micro-batch, nor is a table that the module has cached before. What is saved counts where
+    an attribute holds it, too: the next micro-batch takes that place, and the graph keeps it.
 
     Args:
         allocated: what the device's allocator gives out; None: tensors are counted, without work spaces.
@@ -94,6 +95,8 @@ class LayerMemory:
         """Counter of what the layer has made; it is entered, or notes calls, while the backward runs."""
         self._saved: weakref.WeakSet[_SavedTensor] = weakref.WeakSet()
         self._inner: _Watched = []
+        """Storages that this forward has made, but for its output, and those of them that autograd saves."""
+        self._inner_saved: _Watched = []
         self._saved_inputs: tuple[int, ...] = ()
         self._outputs: tuple[OutputMemory, ...] = ()
         self._forward_peak_bytes = self._backward_peak_bytes = self._incoming_bytes = self._made_bytes = 0
@@ -139,11 +142,14 @@ class LayerMemory:
         self._around += _watch(storage for storage in saved if id(storage) not in own)
         # A loss is no tensor of the output, and nobody keeps it unless the graph does.
         loss_keys = keys_of(roots) - saved_keys
-        self._inner = _watch(storage for storage in self.live.storages() if id(storage) not in loss_keys)
+        inner = [storage for storage in self.live.storages() if id(storage) not in loss_keys]
+        self._inner = _watch(storage for storage in inner if id(storage) not in saved_keys)
+        self._inner_saved = _watch(storage for storage in inner if id(storage) in saved_keys)
 
     def backward_comes(self) -> None:
         """Forget what has been freed by now: it was not kept for the backward."""
         self._inner = [each for each in self._inner if each[0]() is not None]
+        self._inner_saved = [each for each in self._inner_saved if each[0]() is not None]
 
     def backward_goes_on(self, gradients: Sequence[torch.Tensor] = ()) -> None:
         """Observe the backward until ``backward_pauses``; the caller holds ``gradients`` meanwhile.
@@ -165,6 +171,7 @@ class LayerMemory:
     def reading(self) -> MemoryReading:
         """Return the reading, once graph and output are gone."""
         inner_stash_bytes = sum(size for reference, size in self._inner if reference() is None)
+        inner_stash_bytes += sum(size for _, size in self._inner_saved)
         most_bytes = max(self._forward_peak_bytes - self._made_bytes, self._backward_peak_bytes)
         return MemoryReading(
             inner_stash_bytes=inner_stash_bytes,

@@ -88,6 +88,20 @@ class Recurrent(nn.Module):
         return self.cells(x)[0]
 
 
+class Shown(nn.Module):
+    """Attention that leaves its weights in an attribute, where others look at them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 24)
+        self.weights: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        queries, keys, values = self.project(x).chunk(3, dim=-1)
+        self.weights = (queries @ keys.transpose(-2, -1)).softmax(-1)
+        return self.weights @ values
+
+
 def frozen(module: nn.Module) -> nn.Module:
     return module.requires_grad_(False)
 
@@ -152,6 +166,7 @@ def networks() -> dict[str, tuple[list[Any], torch.Tensor]]:
             ],
             torch.randn(2, 5, 8),
         ),
+        "attention that is shown": ([nn.Linear(8, 8), Shown(), nn.Tanh()], torch.randn(2, 50, 8)),
         "embedding": (
             [nn.Embedding(20, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 20)],
             torch.arange(10).view(2, 5),
