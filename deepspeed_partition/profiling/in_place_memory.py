@@ -24,6 +24,7 @@ from torch.autograd.function import BackwardCFunction
 
 from deepspeed_partition.profiling.allocated import allocated_on
 from deepspeed_partition.profiling.boundaries import Boundary, bytes_of, is_boundary, tensors_of
+from deepspeed_partition.profiling.hidden_bytes import HiddenBytes
 from deepspeed_partition.profiling.in_place import LayerTimes, bases_made, gradients_before, made_by, tensors_in
 from deepspeed_partition.profiling.layer_memory import LayerMemory, MemoryReading, keys_of
 from deepspeed_partition.profiling.live_bytes import SwitchedCounter
@@ -241,15 +242,20 @@ def measured_in_place(
     first_index: int,
     times: Mapping[int, LayerTimes],
     found: Mapping[int, LayerBytes],
+    device: torch.device,
 ) -> list[MeasuredLayer] | None:
-    """Return, for consecutive layers by number, what was measured of each; None where one was not measured."""
+    """Return, for consecutive layers by number, what was measured of each on ``device``.
+
+    None where one was not measured.
+    """
     sources = layer_sources(functions, first_index=first_index)
     numbers = range(first_index, first_index + len(sources))
     if not all(number in times and number in found for number in numbers):
         return None
     measured = []
-    for number, source in zip(numbers, sources, strict=True):
-        built = source.build()
+    built_layers = [source.build() for source in sources]
+    hidden = HiddenBytes((each for built in built_layers for each in built.modules), device)
+    for number, source, built in zip(numbers, sources, built_layers, strict=True):
         measured.append(
             MeasuredLayer(
                 name=source.name,
@@ -259,6 +265,7 @@ def measured_in_place(
                 weight_bytes=built.weight_bytes,
                 trainable_parameters=built.trainable_parameters,
                 buffer_bytes=built.buffer_bytes,
+                hidden_bytes=hidden.of(built.modules),
                 input_tensor_bytes=found[number].input_tensor_bytes,
                 output_bytes=found[number].output_bytes,
                 memory=found[number].memory,

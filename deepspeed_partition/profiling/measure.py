@@ -15,11 +15,12 @@ from deepspeed_partition.given_modules import built_aside
 from deepspeed_partition.profiling.backward_halves import Halves
 from deepspeed_partition.profiling.boundaries import Boundary, bytes_of, describe, detached, receive, tensors_of
 from deepspeed_partition.profiling.failed_backward import forget_failed_backward
+from deepspeed_partition.profiling.hidden_bytes import HiddenBytes
 from deepspeed_partition.profiling.isolation import gradients_kept, stand_ins
 from deepspeed_partition.profiling.layer_memory import MemoryReading, keys_of, measure_memory
 from deepspeed_partition.profiling.live_bytes import storages_of
 from deepspeed_partition.profiling.run import Conditions, LayerRun, Loss, gradients_for
-from deepspeed_partition.profiling.sources import BuiltLayer, LayerSource, said
+from deepspeed_partition.profiling.sources import BuiltLayer, LayerSource, modules_of, said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,9 @@ class MeasuredLayer:
     input_tensor_bytes: tuple[int, ...]
     output_bytes: int
     memory: MemoryReading
+    hidden_bytes: int = 0
+    """Bytes on the device of modules and tensors that the layer holds in attributes, lists and objects, and no
+    layer of the same process before it."""
     halves: HalvesReading | None = None
     """None: not looked at, or the backward cannot be divided."""
 
@@ -102,8 +106,13 @@ def measure_layer(
     boundary: Boundary,
     conditions: Conditions,
     finish: Loss | None = None,
+    hidden: HiddenBytes | None = None,
 ) -> tuple[MeasuredLayer, Boundary]:
-    """Measure one layer on the input ``boundary``; return the measurement and the output, detached."""
+    """Measure one layer on the input ``boundary``; return the measurement and the output, detached.
+
+    ``hidden`` counts what layers hold where torch does not look; None: it knows no other layers.
+    """
+    hidden = HiddenBytes((), conditions.device) if hidden is None else hidden
     with _ready(layer, boundary, conditions, finish) as built:
         run = LayerRun(layer.name, built.call, boundary, conditions, finish, built.modules)
         parameters = built.parameters()
@@ -119,6 +128,7 @@ def measure_layer(
         weight_bytes=built.weight_bytes,
         trainable_parameters=built.trainable_parameters,
         buffer_bytes=built.buffer_bytes,
+        hidden_bytes=hidden.of(built.modules),
         input_tensor_bytes=tuple(bytes_of(tensor) for tensor in tensors_of(boundary)),
         output_bytes=bytes_of(output),
         memory=memory,
@@ -151,8 +161,10 @@ def measure_layers(
         on_layer: called after each layer.
     """
     measured = []
+    hidden = HiddenBytes((each for layer in layers for each in modules_of(layer.source)), conditions.device)
     for layer in layers:
-        one, boundary = measure_layer(layer, boundary, conditions, finish if layer is layers[-1] else None)
+        loss = finish if layer is layers[-1] else None
+        one, boundary = measure_layer(layer, boundary, conditions, loss, hidden)
         measured.append(one)
         if on_layer is not None:
             on_layer()

@@ -191,6 +191,29 @@ def test_needs_by_layer():
     assert with_training_needs(chain, measured, [at_once], specs).layers[2].optimizer_transient_bytes == 12 * 16
 
 
+def test_modules_in_lists_and_plain_tensors_are_kept_with_their_layer():
+    """A teacher in a list, larger than its layer, took nothing."""
+    teacher, unrelated = nn.Linear(100, 100), torch.zeros(7, device="meta")
+    teacher.register_buffer("table", torch.zeros(50))
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)]
+    layers[0].tools = {"teachers": [teacher], "again": teacher.weight, "weights": layers[2].weight}
+    layers[1].teacher, layers[1].positions, layers[1].other = (
+        [teacher],
+        SimpleNamespace(of=torch.zeros(30)),
+        unrelated,
+    )
+    layers[2].seen = [torch.zeros(20)[:5], layers[1], layers[2].weight * 2]
+    measured, _ = measure_stage(layers, torch.randn(5, 4), device="cpu", warm_up=1, repeats=1)
+    sizes = [4 * (10_100 + 50), 4 * 30, 4 * 20]
+    assert [layer.hidden_bytes for layer in measured] == sizes
+    chain = measured_chain(
+        measured, name="by hand", input_bytes=80, micro_batch_size=5, device=torch.device("cpu"), warn=print
+    )
+    needs = TrainingNeeds(kept=8, gradient=4, accumulated=0, reduction=0, optimizer=0, before=0, at_once=False)
+    with_needs = with_training_needs(chain, measured, [needs], layers).layers
+    assert [layer.training_bytes for layer in with_needs] == [(4 + 8 + 4) * 20 + size for size in sizes]
+
+
 class Whitened(torch.optim.Optimizer):
     """Keeps, as Shampoo does, a square matrix for each dimension of a weight, in a list."""
 

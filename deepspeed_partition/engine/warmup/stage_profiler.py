@@ -199,7 +199,8 @@ class Measuring:
     def layers(self) -> list[MeasuredLayer] | None:
         """All layers of this rank; None where something of one was not measured."""
         module = self._engine.module
-        return measured_in_place(module.forward_funcs, module._local_start, self.clock.times(), self._bytes)
+        times, device = self.clock.times(), self._engine.device
+        return measured_in_place(module.forward_funcs, module._local_start, times, self._bytes, device)
 
     @property
     def first_input(self) -> LayerBytes:

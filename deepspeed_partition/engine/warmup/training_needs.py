@@ -218,7 +218,11 @@ def with_training_needs(
                 layer,
                 # Buffers are copied before each step, which may have to be undone.
                 training_bytes=(
-                    found.weight_bytes + 2 * found.buffer_bytes + round(most["kept"] * numbers) + gradient_bytes
+                    found.weight_bytes
+                    + 2 * found.buffer_bytes
+                    + found.hidden_bytes
+                    + round(most["kept"] * numbers)
+                    + gradient_bytes
                 ),
                 gradient_bytes=gradient_bytes,
                 first_backward_bytes=_in_first_backward(found, gradient_bytes, most["accumulated"]),
