@@ -612,6 +612,8 @@ class _Remembering:
         if isinstance(value, GENERATORS):
             state = generator_state(value)
             return lambda: set_generator_state(value, state)
+        if isinstance(value, torch.Tensor) and nn.parameter.is_lazy(value):
+            return _nothing
         if isinstance(value, torch.Tensor | np.ndarray) and not self._copies(value):
             return self._large_told(value) if self._by_others else _nothing
         if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and not value.is_inference():

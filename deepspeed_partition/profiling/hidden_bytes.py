@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from deepspeed_partition.hidden_modules import hidden_modules, hidden_tensors
 from deepspeed_partition.profiling.attributes import attributes_of
@@ -54,7 +55,7 @@ class HiddenBytes:
     def _add(self, tensor: torch.Tensor) -> int:
         """Note the storages of a tensor; return the bytes of those on the device that were not known."""
         num_bytes = 0
-        for storage in storages_of(tensor):
+        for storage in () if is_lazy(tensor) else storages_of(tensor):
             known = self._known.get(id(storage))
             if known is None or known() is not storage:
                 self._known[id(storage)] = weakref.ref(storage)

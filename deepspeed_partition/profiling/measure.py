@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from deepspeed_partition.given_modules import built_aside
+from deepspeed_partition.hidden_modules import hidden_modules, hidden_tensors
 from deepspeed_partition.profiling.backward_halves import Halves
 from deepspeed_partition.profiling.boundaries import Boundary, bytes_of, describe, detached, receive, tensors_of
 from deepspeed_partition.profiling.failed_backward import forget_failed_backward
@@ -88,9 +89,10 @@ def _ready(
     """Build the layer and put it on the device, with the modules of its loss, within the context."""
     try:
         with built_aside(layer.source, layer.build) as built:
-            if any(nn.parameter.is_lazy(parameter) for parameter in built.parameters()):
-                raise ValueError(f"layer {layer.name!r} has lazy parameters, without shapes: run it once before")
             of_loss = () if finish is None else finish.modules
+            for what, modules in ((f"layer {layer.name!r}", built.modules), ("the loss function", of_loss)):
+                if any(map(nn.parameter.is_lazy, _tensors_held_by(modules))):
+                    raise ValueError(f"{what} has lazy parameters or buffers, without shapes: run it once before")
             with stand_ins(built.modules, conditions.device, beside=of_loss):
                 yield built
     except (torch.cuda.OutOfMemoryError, MemoryError) as error:
@@ -99,6 +101,12 @@ def _ready(
             f"layer {layer.name!r} with its input {describe(boundary)} does not fit on {conditions.device}, "
             f"alone: {said(error)}"
         ) from error
+
+
+def _tensors_held_by(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    """The parameters and buffers of modules, and of modules that these hold where torch does not look."""
+    for module in modules:
+        yield from (*module.parameters(), *module.buffers(), *hidden_tensors(hidden_modules(module)).values())
 
 
 def measure_layer(

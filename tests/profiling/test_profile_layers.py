@@ -313,6 +313,32 @@ def test_modules_that_share_a_parameter_still_do_while_measured():
 # Bad input.
 
 
+class Around(nn.Module):
+    """A loss with a module in a list."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = [inner]
+
+    def forward(self, outputs, labels):
+        return self.inner[0](outputs).mean()
+
+
+@pytest.mark.parametrize(
+    "lazy",
+    [nn.LazyBatchNorm1d(affine=False), nn.LazyBatchNorm1d(), nn.LazyLinear(8)],
+    ids=["buffers", "both", "weights"],
+)
+def test_a_layer_without_shapes_is_named(lazy):
+    """Of lazy buffers alone the error was torch's own, without the layer."""
+    with pytest.raises(
+        ValueError, match=r"layer '1\.Lazy\w+' has lazy parameters or buffers, without shapes: run it once"
+    ):
+        profile_chain([nn.Linear(8, 8), lazy], X, **QUICK)
+    with pytest.raises(ValueError, match="the loss function has lazy parameters or buffers"):
+        profile_chain([nn.Linear(8, 8)], (X, X), loss_fn=Around(lazy), **QUICK)
+
+
 def test_no_layers():
     with pytest.raises(ValueError, match="layers is empty: a chain has at least one layer"):
         profile_chain([], X, **QUICK)
