@@ -257,8 +257,8 @@ class HeldState:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules that are held, and their children, each once."""
-        return [owner for owner, _ in self._owners]
+        """The modules that are held, and their children, each once; of pipeline modules these themselves."""
+        return [*(owner for owner, _ in self._owners), *self._pipelines]
 
     def let_iterators_stand_again(self) -> None:
         """Put iterators back to where others have stood for them, when nothing has to be given again any more."""

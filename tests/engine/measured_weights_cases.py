@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed_partition.engine import PipelineModule
 from tests.engine.pipelines import loss_fn, mlp, train_alone, two_groups
 from tests.engine.running import batches, cut, planned, same, start, train
 
@@ -83,4 +84,29 @@ def gradients_of_a_loss_are_as_before(_: Path) -> None:
     same(losses[1], losses[0])
 
 
-CASES = [what_follows_weights_is_as_before, gradients_of_a_loss_are_as_before]
+class OwnCentre(PipelineModule):
+    """Has a loss among its methods, and a weight of its own that follows the outputs."""
+
+    def __init__(self, layers: list[Any], loss_fn: Any, **options: Any) -> None:
+        super().__init__(layers=layers, loss_fn=self.loss, **options)
+        self.centre = nn.Parameter(torch.zeros(OUT), requires_grad=False)
+
+    def loss(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.centre.lerp_(outputs.mean(0), 0.2)
+        return loss_fn(outputs - self.centre.clone(), labels)
+
+
+def weights_of_a_pipeline_module_itself_are_as_before(_: Path) -> None:
+    """A centre that is a weight of the module had moved in the runs that were made to measure."""
+    data, losses = batches(3), []
+    for method, config in ((cut(), {}), ("madpipe", planned(cut()))):
+        engine, _, _ = start(mlp(), method, config, optimizer=two_groups, module_class=OwnCentre)
+        losses.append(train(engine, data))
+    same(losses[1], losses[0])
+
+
+CASES = [
+    what_follows_weights_is_as_before, gradients_of_a_loss_are_as_before,
+    weights_of_a_pipeline_module_itself_are_as_before,
+]  # fmt: skip
