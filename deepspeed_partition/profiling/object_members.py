@@ -14,8 +14,20 @@ from deepspeed_partition.cached_results import CACHE
 from deepspeed_partition.code_names import SlotsOf, function_of, is_installed, is_librarys, module_of, slots_of
 from deepspeed_partition.generators import attributes_of_object
 
+_OF_TORCH = frozenset(vars(nn.Module()))
+OF_DEEPSPEED = ("ds_", "_ds_")
+"""How names begin of attributes that DeepSpeed sets on modules."""
 _COMPILERS = ("cupy", "numba", "triton")
 """Packages whose objects that can be called are functions: what they keep is compiled code."""
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes that the class or a program has set on ``module`` itself, not on its children."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in _OF_TORCH and not name.startswith(OF_DEEPSPEED) and not isinstance(value, nn.Module)
+    }
 
 
 def members_of(value: Any) -> MutableMapping[str, Any] | None:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from deepspeed_partition import kept_values
-from deepspeed_partition.profiling import attributes, profile_chain, weights_beside
+from deepspeed_partition.profiling import attributes, profile_chain, remembered_values, weights_beside
 
 QUICK: dict[str, Any] = {"warm_up": 1, "repeats": 1, "device": "cpu", "halves": False}
 X = torch.ones(5, 8)
@@ -501,7 +501,7 @@ class Queued(nn.Linear):
 
 def test_large_tensors_that_are_changed_are_said(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What a memory bank had got from the runs that were made to measure was neither put back nor told."""
-    monkeypatch.setattr(attributes, "_MOST_BYTES", 1000)
+    monkeypatch.setattr(remembered_values, "MOST_BYTES", 1000)
     layer = Queued()
     measure(layer)
     assert [line.partition(":")[0] for line in said] == ["queue (Tensor)", "array (ndarray)"]
@@ -510,7 +510,7 @@ def test_large_tensors_that_are_changed_are_said(said: list[str], monkeypatch: p
 
 
 def test_a_large_buffer_of_a_loss_is_put_back(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attributes, "_MOST_BYTES", 8)
+    monkeypatch.setattr(remembered_values, "MOST_BYTES", 8)
     loss = CenterLoss()
     measure(nn.Linear(8, 8), loss)
     assert not loss.bank.any() and not said
