@@ -37,6 +37,8 @@ class Held:
         self.pipelines: dict[nn.Module, set[str]] = {}
         """Pipeline modules of DeepSpeed's, and the attributes of these that are the program's: others go on."""
         self._objects: list[MutableMapping[str, Any]] = []
+        self._specifications: list[MutableMapping[str, Any]] = []
+        """Those of specifications, whose modules are put back where they are built (``given_modules.py``)."""
         self._seen: dict[int, Any] = {}
         """What was looked at, by ``id``; it is held, so that no other one gets the ``id`` of a method."""
         self._of_parts = of_parts
@@ -82,7 +84,7 @@ class Held:
             self._add_hooks_of(layer)
             self._read_parts(layer)
         elif isinstance(kind := getattr(layer, "typename", None), type):
-            self._objects.append(vars(layer))
+            self._specifications.append(vars(layer))
             self._read(getattr(kind, "forward", None), kind)
 
     def _read_parts(self, module: nn.Module) -> None:
@@ -146,14 +148,15 @@ class Held:
     def hidden_modules(self) -> list[nn.Module]:
         """The modules that stand in containers and objects, in these modules or elsewhere."""
         found = [each for module in self.modules for each in hidden_modules(module).values()]
+        given = set(map(id, self._specifications))
         for table, keys in self.tables():
-            for key in keys or list(table):
+            for key in (keys or list(table)) if id(table) not in given else ():
                 found += modules_within(table.get(key))
         return [each for each in dict.fromkeys(found) if not is_pipeline_module(each) and not is_engine(each)]
 
     def tables(self) -> Iterator[tuple[MutableMapping[str, Any], list[str]]]:
         """Yield each table with the variables in it that are held; no names: all of them."""
-        for table in self._objects:
+        for table in (*self._objects, *self._specifications):
             yield table, []
         for name in self._search.found.values():
             yield name.table, [name.key]

@@ -44,8 +44,8 @@ class WeightsBeside:
 
     def put_back(self) -> None:
         """Give the weights that were written the values that they had, and say which cannot have theirs."""
-        now = self._marked()
-        changed = {number for number, mark in now.items() if mark != self._marks[number]}
+        pairs = zip(self._marks, self._marked(), strict=True)
+        changed = {number for number, (before, now) in enumerate(pairs) if before != now}
         for number, values in self._copied:
             if number in changed:
                 self._places[number].put_back(values)
@@ -54,9 +54,8 @@ class WeightsBeside:
                 place = self._places[number]
                 say_of(place.in_words, place.weight)("it was written")
 
-    def _marked(self) -> dict[int, object]:
-        """Marks of weights by number; of those that are not copied the values are not looked at."""
-        copied = [number for number, _ in self._copied]
-        found = zip(copied, marks_of([self._places[number].weight for number in copied]), strict=True)
-        others = marks_of([self._places[number].weight for number in self._others], values=False)
-        return {**dict(found), **dict(zip(self._others, others, strict=True))}
+    def _marked(self) -> list[object]:
+        """What tells whether each weight has other values or another place; of one without values its version."""
+        marks = marks_of([place.weight for place in self._places])
+        # What was written and put back since by another, as what a specification is given, has the same values.
+        return [mark if mark[-1] is None else mark[1:] for mark in marks]

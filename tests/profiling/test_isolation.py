@@ -342,6 +342,29 @@ def test_weights_beside_layers_that_are_not_copied_are_said(
     assert len(said) == 1 and said[0].startswith("weight of Linear (Parameter): it was written while layers")
 
 
+class Taking(nn.Module):
+    """A layer that takes a part of a model, whose weights it writes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.part = model.part
+        with torch.no_grad():
+            self.part.weight.mul_(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(x)
+
+
+def test_what_a_specification_is_given_is_no_module_beside_layers(said: list[str]) -> None:
+    pipe = pytest.importorskip("deepspeed.pipe")
+    model = nn.Module()
+    model.part = nn.Linear(8, 8)
+    before = values_of(model)
+    for loss_fn in (mean_loss, lambda outputs, labels: model.part(outputs).mean()):
+        measure(pipe.LayerSpec(Taking, model), loss_fn)
+        assert same(before, model) and not said
+
+
 # What runs before and within a first forward.
 
 
