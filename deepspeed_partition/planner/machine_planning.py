@@ -14,10 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from deepspeed_partition.planner.allocation import Blocks
+from deepspeed_partition.planner.allocation import Blocks, Placement
 from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.errors import BrokenPlanError, InfeasibleError
-from deepspeed_partition.planner.memory import StageTable
+from deepspeed_partition.planner.memory import StageTable, reserves_all_slots
 from deepspeed_partition.planner.plan import ChainReference, MemoryUse, Plan, PlannedStage, StepPlan
 from deepspeed_partition.planner.problem import Chain, Platform
 from deepspeed_partition.planner.recomputation import Recomputation, rematerialized, stage_cost
@@ -29,6 +29,8 @@ from deepspeed_partition.planner.solvers.contiguous.unlike_devices import Device
 from deepspeed_partition.planner.solvers.interface import Cuts, Problem, Solver
 from deepspeed_partition.planner.solvers.non_contiguous.madpipe import MadPipe
 from deepspeed_partition.planner.solvers.pattern import one_f_one_b
+from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Road
+from deepspeed_partition.planner.solvers.pattern.shared_links import is_plain, placed_anew
 from deepspeed_partition.planner.solvers.step.orders import DepthRule
 from deepspeed_partition.planner.solvers.step.step_bounds import step_lower_bound
 from deepspeed_partition.planner.solvers.step.step_simulator import StepEngine, in_order
@@ -166,13 +168,16 @@ def _as_it_is(problem: Problem, algorithm: str, slow: Plan) -> list[Plan]:
     step = None
     if problem.num_micro_batches is not None:
         step = in_given_order(problem, times, slow, cuts, devices, blocks)
+    plans: list[Plan] = []
     if slow.is_contiguous:
         found = UnlikeDevices(problem).priced(cuts, devices)
         if found is not None and step is None:
-            return _made(problem, algorithm, found, None)
+            plans = _made(problem, algorithm, found, None)
+            if is_plain(problem.platform):
+                return plans
     shorter = _shortened(problem, slow, times, cuts, devices, blocks)
     plan = _assembled(problem, algorithm, cuts, devices, blocks, shorter, step)
-    return [] if plan is None else [plan]
+    return plans if plan is None else [*plans, plan]
 
 
 def in_given_order(
@@ -253,13 +258,9 @@ def _made(problem: Problem, algorithm: str, found: DevicePipeline, step: _Step |
     stages = pairwise(found.cuts)
     loads = [times.compute_ticks(*stage) + more for stage, more in zip(stages, extra, strict=True)]
     period = max(found.period, *loads)
-    schedule = one_f_one_b.schedule(times, found.cuts, period, extra)
-    operations = tuple(
-        replace(each, device=found.devices[each.device])
-        if each.device is not None
-        else replace(each, link=(found.devices[each.link[0]], found.devices[each.link[1]]) if each.link else None)
-        for each in schedule.operations
-    )
+    schedule = _both_directions(problem, times, found, period)
+    if schedule is None:
+        schedule = _one_direction(times, found, period, extra)
     orders: list[Order] = [()] * problem.platform.num_devices
     if step is not None:
         for device, order in zip(found.devices, step.orders, strict=True):
@@ -270,11 +271,45 @@ def _made(problem: Problem, algorithm: str, found: DevicePipeline, step: _Step |
         found.cuts,
         found.devices,
         found.recomputed,
-        PeriodicSchedule(schedule.period_seconds, operations),
+        schedule,
         None if step is None else _step_plan(problem, orders, step.ticks),
-        proved=found.proved and step is None,
+        # The search compared schedules of links that carry one transfer at a time, with all buffers.
+        proved=found.proved
+        and step is None
+        and is_plain(problem.platform)
+        and reserves_all_slots(problem.platform),
     )
     return [] if plan is None else [plan]
+
+
+def _one_direction(
+    times: TimedChain, found: DevicePipeline, period: int, extra: Sequence[int]
+) -> PeriodicSchedule:
+    """Return 1F1B* of a contiguous allocation on its devices."""
+    schedule = one_f_one_b.schedule(times, found.cuts, period, extra)
+    operations = tuple(
+        replace(each, device=found.devices[each.device])
+        if each.device is not None
+        else replace(each, link=(found.devices[each.link[0]], found.devices[each.link[1]]) if each.link else None)
+        for each in schedule.operations
+    )
+    return PeriodicSchedule(schedule.period_seconds, operations)
+
+
+def _both_directions(
+    problem: Problem, times: TimedChain, found: DevicePipeline, period: int
+) -> PeriodicSchedule | None:
+    """Return a shorter pattern, where directions do not wait for each other; None where none is found."""
+    if is_plain(problem.platform):
+        return None
+    platform, placement = problem.platform, Placement(found.cuts, found.devices).recomputing(found.recomputed)
+    road = Road(replace(problem, times=times), placement)
+    # A path through devices that are alike counts the least memory on each of them.
+    for index, device in enumerate(sorted(found.devices)):
+        mine, memory = road.memory[index], platform.memory_of(device)
+        road.memory[index] = replace(mine, room=memory - mine.fixed if mine.floor <= memory else -1)
+    pattern = placed_anew(road, platform, period)
+    return None if pattern is None else pattern.schedule(times.clock)
 
 
 def _assembled(

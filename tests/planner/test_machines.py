@@ -107,6 +107,49 @@ def test_equals_brute_force(seed: int) -> None:
     assert make_plan(chain, platform, time_limit_seconds=2).period_seconds <= best * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("num_micro_batches", [None, 4])
+def test_directions_that_do_not_wait_for_each_other(num_micro_batches: int | None) -> None:
+    """One transfer at a time makes the link the slowest part of this cut, and one in each direction does not."""
+    layers = tuple(
+        LayerProfile(name=name, forward_seconds=1, backward_seconds=2, weight_bytes=1, output_bytes=size)
+        for name, size in (("a", 10), ("b", 1))
+    )
+    chain = Chain(name="two", input_bytes=1, layers=layers)
+    machines = Machines(
+        devices=(DeviceGroup(count=1, memory_bytes=800), DeviceGroup(count=1, memory_bytes=900)),
+        links=(LinkLevel(bandwidth=4.0),),
+    )
+    half = make_plan(chain, Platform.on(machines), num_micro_batches=num_micro_batches, time_limit_seconds=1)
+    assert (half.period_seconds, half.proved) == (5, num_micro_batches is None)
+    full = Platform.on(machines, duplex="full")
+    for algorithm in ("madpipe", "contiguous", [0, 1, 2]):
+        plan = make_plan(chain, full, algorithm, num_micro_batches=num_micro_batches, time_limit_seconds=1)
+        assert (plan.period_seconds, plan.lower_bound_seconds, plan.boundaries) == (3, 3, [0, 1, 2])
+        assert not plan.proved and not replay(plan, chain).violations
+
+
+def test_the_memory_of_each_device_limits_directions_that_do_not_wait() -> None:
+    """The larger device has room for what both directions at once keep in flight, and the smaller one has not."""
+    chain = random_chain(2, 5)
+    for seed in range(6):
+        platform = Platform.on(random_machines(seed), duplex="full")
+        half = replace(platform, duplex="half")
+        try:
+            plans = [make_plan(chain, each, "contiguous", recompute="never") for each in (platform, half)]
+        except InfeasibleError:
+            continue
+        assert plans[0].period_seconds <= plans[1].period_seconds * (1 + 1e-9)
+        assert plans[0].lower_bound_seconds <= plans[0].period_seconds
+        assert platform.is_alike or not plans[0].proved
+        assert not replay(plans[0], chain).violations
+
+
+def test_nothing_is_proved_with_fewer_buffers_than_are_counted() -> None:
+    platform = Platform.on(random_machines(0), comm_buffers=0)
+    plan = make_plan(random_chain(0, 5), platform, "contiguous", recompute="never")
+    assert not platform.is_alike and not plan.proved and plan.proved_class is None
+
+
 @pytest.mark.parametrize("how", [{}, {"num_micro_batches": 4}, {"num_micro_batches": 4, "data_parallel": 2}])
 @pytest.mark.parametrize("seed", [0])
 def test_no_slower_than_on_the_slowest_links(seed: int, how: dict[str, Any]) -> None:
