@@ -107,6 +107,22 @@ def test_compare_where_nothing_fits(chain, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--data-parallel", "3"], "data_parallel is 3: the pipelines share 2 devices evenly"),
+        (["--recompute", "micro-batch", "--weight-versions", "stashing"], "is not planned for one"),
+        (["--split-backward", "--weight-versions", "2bw"], "halves of a backward"),
+    ],
+)
+def test_compare_refuses_what_no_algorithm_takes(chain, capsys, options, message):
+    assert cli.run(["plan", chain, *PLATFORM, *options]) == 2
+    assert message in capsys.readouterr().err
+    assert cli.run(["compare", chain, *PLATFORM, *options]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and not captured.out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         (["--algorithm", "best"], "unknown algorithm 'best'"),
         (["--micro-batches", "100000"], "from 1 to 10000"),
         (["--time-limit", "0"], "time_limit_seconds is 0.0: it must be more than 0"),

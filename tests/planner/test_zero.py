@@ -114,3 +114,17 @@ def test_a_comparison_says_what_each_plan_keeps():
     )
     rows = found.to_dict()["algorithms"]
     assert [(row["data_parallel"], row["weight_copies"]) for row in rows] == [(8, 2.75)] * 2
+
+
+@pytest.mark.parametrize("data_parallel", [2, "auto"])
+def test_the_bound_of_a_comparison_is_below_the_plans_of_all_pipelines(data_parallel):
+    """One pipeline of all devices keeps all 8 copies of the weights, each of two keeps 5 of them."""
+    model = chain([1, 1], [2, 2], weights=[100, 100], outputs=[1, 1], stash=[100, 1])
+    four = Platform(num_devices=4, memory_bytes=950, bandwidth=1e9, weight_copies=ADAM_MIXED)
+    found = compare(
+        model, four, data_parallel=data_parallel, zero_stage=1, recompute="never", time_limit_seconds=1
+    )
+    assert any(contender.plan is not None and contender.plan.data_parallel == 2 for contender in found.contenders)
+    for contender in found.fitting:
+        assert contender.plan is not None
+        assert found.lower_bound_seconds <= contender.plan.lower_bound_seconds <= contender.plan.period_seconds

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from deepspeed_partition.planner.data_parallel import (
+    Split,
     bytes_sent,
     bytes_sent_without_pipeline,
     check_zero_stage,
     seconds_of,
+    splits_of,
 )
 from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.errors import InfeasibleError
@@ -30,6 +32,7 @@ from deepspeed_partition.planner.problem import Chain, Platform
 from deepspeed_partition.planner.replication import Replicated, partition_replicated
 from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.contiguous.replicated import MOST_REPLICAS
+from deepspeed_partition.planner.solvers.interface import Problem
 from deepspeed_partition.planner.solvers.step.split_bounds import split_lower_bound
 from deepspeed_partition.planner.solvers.step.step_bounds import step_lower_bound
 from deepspeed_partition.planner.units import exact_bytes, format_bytes, format_seconds
@@ -70,7 +73,8 @@ class Comparison:
     platform: Platform
     contenders: tuple[Contender, ...]
     lower_bound_seconds: float
-    """Seconds; no schedule of any allocation has a shorter period."""
+    """Seconds; no schedule of any allocation, in any number of pipelines that was asked for, has a shorter
+    period."""
     replicated: Replicated | None
     """Result of PipeDream's partitioner where it may replicate stages. None: there are more than
     ``MOST_REPLICAS`` devices, or the time was up."""
@@ -203,7 +207,7 @@ def compare(
             too: backwards in two operations, and recomputation micro-batch by micro-batch.
 
     Raises:
-        ValueError: an algorithm is unknown, or no algorithm could take the problem.
+        ValueError: an algorithm is unknown, or none of them takes the problem, whatever the memory.
     """
     names = list(dict.fromkeys(algorithms))
     for name in names:
@@ -216,12 +220,19 @@ def compare(
     check_zero_stage(zero_stage)
     check_split(split_backward, chain)
     # Errors in the problem are raised here; what is refused below is an algorithm that does not suit it.
-    problem = problem_of(chain, platform, num_micro_batches, time_limit_seconds=time_limit_seconds)
-    problem = with_recomputation(problem, recompute)
+    splits = [Split(None, platform, num_micro_batches)]
+    if data_parallel is not None:
+        splits = splits_of(platform, num_micro_batches, data_parallel, zero_stage)
     is_asynchronous = checked_weight_versions(weight_versions) != FLUSH
+
+    def problem_for(platform: Platform, num_micro_batches: int | None) -> Problem:
+        problem = problem_of(chain, platform, num_micro_batches, time_limit_seconds=time_limit_seconds)
+        problem = with_recomputation(replace(problem, splits_backward=split_backward), recompute)
+        return never_draining(problem, weight_versions) if is_asynchronous else problem
+
     if is_asynchronous:
         check_asynchronous(weight_versions, solver_of("madpipe"), platform, {})
-        problem = never_draining(problem, weight_versions)
+    problem = problem_for(platform, num_micro_batches)
     overall = Deadline(time_limit(time_limit_seconds), within=deadline)
     replicated = _replicated(chain, platform, overall.part(1 / (len(names) + 1))) if platform.is_alike else None
     contenders: dict[str, Contender] = {}
@@ -230,6 +241,7 @@ def compare(
         contenders[planned.algorithm] = Contender(algorithm=planned.algorithm, plan=planned)
     missing = sorted((name for name in names if name not in contenders), key=_patience)
     quickest = 0.0
+    refusals: list[ValueError] = []
     # Algorithms that search long come last, and get the time that the others leave.
     for num_left, name in zip(range(len(missing), 0, -1), missing, strict=True):
         left = overall.remaining_seconds()
@@ -255,15 +267,19 @@ def compare(
             weight_versions=weight_versions,
         )
         began = time.thread_time()
-        contenders[name] = _contender(name, make)
+        contenders[name] = _contender(name, make, refusals)
         if contenders[name].plan is not None:
             took = time.thread_time() - began
             quickest = min(quickest or took, took)
+    if len(refusals) == sum(not each.is_left_out for each in contenders.values()):
+        raise refusals[0]  # no memory would help
     # Where nothing fits, no step is long enough to be bounded.
     of_step = num_micro_batches is not None and data_parallel is None and not is_asynchronous
     of_step = of_step and any(each.plan is not None for each in contenders.values())
     if platform.is_alike:
-        bound = problem.times.clock.seconds(lower_bound(problem))
+        # Each number of pipelines has its own devices, copies of the weights and micro-batches of an update.
+        problems = [problem_for(split.platform, split.num_micro_batches) for split in splits]
+        bound = min(each.times.clock.seconds(lower_bound(each)) for each in problems)
         bound_of = split_lower_bound if split_backward else step_lower_bound
         step_bound = problem.times.clock.seconds(bound_of(problem, contiguous=False)) if of_step else None
     else:
@@ -301,13 +317,20 @@ def _bounds_of(
     return period, max([least * (num_micro_batches or 1), *steps])
 
 
-def _contender(algorithm: str, make: Callable[[], Plan]) -> Contender:
-    """Return the plan of an algorithm, or the reason why it has none."""
+def _contender(algorithm: str, make: Callable[[], Plan], refusals: list[ValueError]) -> Contender:
+    """Return the plan of an algorithm, or the reason why it has none.
+
+    Args:
+        refusals: a list to which a reason is added that is not a lack of memory.
+    """
     try:
         return Contender(algorithm=algorithm, plan=make())
-    except (InfeasibleError, ValueError) as error:
-        smallest = error.smallest_memory_bytes if isinstance(error, InfeasibleError) else None
+    except InfeasibleError as error:
+        smallest = error.smallest_memory_bytes
         return Contender(algorithm=algorithm, reason=str(error), smallest_memory_bytes=smallest)
+    except ValueError as error:
+        refusals.append(error)
+        return Contender(algorithm=algorithm, reason=str(error))
 
 
 def _left_out(overall: Deadline, left: float, quickest: float) -> str:
