@@ -15,6 +15,7 @@ from deepspeed_partition.planner.assembly import assemble
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.planning.problems import problem_of, with_recomputation
 from deepspeed_partition.planner.recomputation import Recomputation
+from deepspeed_partition.planner.report.comparison import compare
 from deepspeed_partition.planner.solvers.interface import Answer, Problem, Step
 from deepspeed_partition.planner.solvers.pattern.cyclic_pattern import CyclicRoad, retimed
 from deepspeed_partition.planner.solvers.pattern.cyclic_program import CyclicProgram
@@ -31,6 +32,9 @@ from tests.exhaustive import some
 from tests.planner.instances import FREE, chain
 from tests.planner.test_deadline import tight
 from tests.planner.test_step_bounds import random_placement, with_memory
+
+SLOW = {"forward_seconds": 5, "backward_seconds": 10, "backward_input_seconds": 5, "backward_weight_seconds": 5}
+"""Times of a layer that is five times as slow as those of ``in_halves``."""
 
 
 def in_halves(
@@ -342,6 +346,28 @@ def test_what_is_not_planned_so_is_refused(more, message):
     how = {"num_micro_batches": 4, "split_backward": True} | more
     with pytest.raises(ValueError, match=message):
         make_plan(in_halves(2), platform, **how)
+
+
+def test_the_bound_of_a_comparison_allows_halves():
+    """A micro-batch leaves before the gradients of the weights, so one in flight at a time is there for less."""
+    platform = Platform(num_devices=2, memory_bytes=2, bandwidth=FREE)
+    layers = in_halves(2, stash=2, stays=1)
+    found = compare(layers, platform, ("madpipe",), recompute="never", split_backward=True, time_limit_seconds=1)
+    (plan,) = (contender.plan for contender in found.fitting)
+    assert plan is not None
+    assert found.lower_bound_seconds == plan.lower_bound_seconds <= plan.period_seconds
+
+
+@pytest.mark.parametrize("algorithm", [[0, 1, 4], "uniform", "pipedream-blind"])
+def test_a_fixed_cut_is_kept_in_patterns_with_halves(algorithm):
+    """The last layer takes five times as long as the others: another cut would be faster."""
+    layers = tuple(replace(in_halves(1).layers[0], **times) for times in ({},) * 3 + (SLOW,))
+    chain_of = Chain(input_bytes=0, layers=layers, name="one slow layer")
+    platform = Platform(num_devices=2, memory_bytes=100, bandwidth=FREE)
+    whole = make_plan(chain_of, platform, algorithm)
+    plan = make_plan(chain_of, platform, algorithm, split_backward=True)
+    assert plan.boundaries == whole.boundaries and plan.period_seconds <= whole.period_seconds
+    assert make_plan(chain_of, platform, split_backward=True, time_limit_seconds=1).boundaries == [0, 3, 4]
 
 
 def test_a_chain_without_halves_is_refused():

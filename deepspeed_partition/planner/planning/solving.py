@@ -135,7 +135,8 @@ def _plan_per_micro_batch(problem: Problem, solver: Solver, answer: Answer) -> P
         if max(use.total for use in replayed.memory) <= memory_bytes:
             period = Fraction(problem.times.clock.ticks(plan.period_seconds))
             break
-    pattern = best_pattern(problem, answer, period)
+    keeps_cut = not isinstance(solver, MadPipe | Contiguous)
+    pattern = best_pattern(problem, answer, period, keeps_cut=keeps_cut)
     if pattern is None:
         return None
     plan, replayed = assemble(problem, solver.name, answer, pattern)

@@ -59,16 +59,19 @@ SHARE = 0.5
 """Most of the time that is left for the constraint programs of one partition."""
 
 
-def best_pattern(problem: Problem, answer: Answer, period: Fraction) -> CyclicPattern | None:
+def best_pattern(
+    problem: Problem, answer: Answer, period: Fraction, *, keeps_cut: bool = False
+) -> CyclicPattern | None:
     """Return the best pattern of several micro-batches, if one is shorter than ``period``.
 
     Args:
         answer: the best plans that treat all micro-batches alike.
         period: ticks of their best period.
+        keeps_cut: look at the partitions of the answer alone.
     """
     best: CyclicPattern | None = None
     bound = lower_bound(problem)
-    for placement in partitions(problem, answer):
+    for placement in partitions(problem, answer, keeps_cut=keeps_cut):
         if period <= bound or problem.deadline.passed():
             break
         for pattern in _patterns(problem, placement, period):
@@ -77,15 +80,19 @@ def best_pattern(problem: Problem, answer: Answer, period: Fraction) -> CyclicPa
     return best
 
 
-def partitions(problem: Problem, answer: Answer) -> list[Placement]:
-    """Return contiguous partitions that are worth a look, with what all micro-batches recompute."""
+def partitions(problem: Problem, answer: Answer, *, keeps_cut: bool = False) -> list[Placement]:
+    """Return contiguous partitions that are worth a look, with what all micro-batches recompute.
+
+    Args:
+        keeps_cut: return those of the answer alone, as for a baseline, which is one fixed cut.
+    """
     cuts: list[Cuts] = list(answer.cuts[:1])
     cuts += [pattern.placement.cuts for pattern in answer.patterns[:1] if pattern.placement.is_contiguous]
     alone = [Placement.contiguous(each, choice_at(problem, each, None)) for each in answer.cuts[:1]]
     memory_bytes = problem.platform.memory_bytes
     # A frontier begins with the largest memory that a device may have.
     larger = (min(int(memory_bytes * more), LARGEST_MEMORY_BYTES) for more in MORE_MEMORY)
-    for size in dict.fromkeys(larger):
+    for size in () if keeps_cut else dict.fromkeys(larger):
         cuts += Contiguous().solve(problem.with_memory(size)).cuts[:1]
     return list(dict.fromkeys([*(Placement.contiguous(each) for each in dict.fromkeys(cuts)), *alone]))
 
