@@ -74,9 +74,7 @@ def assemble(
         proved=proved_class is not None,
         proved_class=proved_class,
         proved_of=None if proved_class is None else "period",
-        class_lower_bound_seconds=None
-        if answer.class_bound is None or _differs(problem) or not is_plain(problem.platform)
-        else seconds(answer.class_bound),
+        class_lower_bound_seconds=_class_bound_seconds(problem, answer),
         stages=_planned_stages(problem, steady),
         operations=steady.schedule.operations,
         memory=steady.memory,
@@ -177,9 +175,28 @@ def _proved_class(problem: Problem, answer: Answer, period: int) -> str | None:
     if not is_plain(problem.platform):
         return None  # the searches compared schedules of links that carry one transfer at a time
     if not _differs(problem) and answer.best_period == period and reserves_all_slots(problem.platform):
-        # The searches beyond contiguous partitions count shared weights on each stage of a device.
-        return "contiguous" if problem.table.training.shares and answer.proved_class else answer.proved_class
+        return class_with_shared_weights(problem, answer.proved_class)
     return None
+
+
+def class_with_shared_weights(problem: Problem, proved_class: str) -> str:
+    """Return the allocations among which what is proved holds where layers share weights.
+
+    The searches beyond contiguous partitions count shared weights on each stage of a device.
+
+    Args:
+        proved_class: the allocations that were searched.
+    """
+    return "contiguous" if problem.table.training.shares and proved_class else proved_class
+
+
+def _class_bound_seconds(problem: Problem, answer: Answer) -> float | None:
+    """Return the seconds below which no period of an answer's class is; None where that is not known."""
+    if answer.class_bound is None or _differs(problem) or not is_plain(problem.platform):
+        return None
+    if problem.table.training.shares:
+        return None  # an allocation that the search ruled out may fit (``class_with_shared_weights``)
+    return problem.times.clock.seconds(answer.class_bound)
 
 
 def _planned_stages(problem: Problem, steady: _SteadyState) -> tuple[PlannedStage, ...]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from deepspeed_partition import InfeasibleError, Platform, replay
+from deepspeed_partition import Chain, InfeasibleError, Platform, replay
 from deepspeed_partition.cli import cli
 from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.memory import stage_memory
@@ -98,7 +98,8 @@ def test_the_shortest_period_in_that_memory(seed: int) -> None:
     plan = make_plan(layers, platform, period_seconds=period)
     contiguous = least_bytes(layers, platform, period)
     peak = max(plan.peak_memory_bytes)
-    assert plan.proved and plan.proved_class != "contiguous"
+    shares = any(layer.shared_weights for layer in layers.layers)
+    assert plan.proved and (plan.proved_class != "contiguous" or shares)
     assert plan.period_seconds <= period and replay(plan, layers).violations == ()
     assert contiguous is None or peak <= contiguous
     assert make_plan(layers, replace(platform, memory_bytes=peak)).period_seconds <= period * (1 + 2e-6)
@@ -129,6 +130,35 @@ def test_what_is_proved_is_the_memory() -> None:
     assert make_plan(LAYERS, platform, [0, 1, 2, 3, 4]).proved_class == "any allocation"
     assert not make_plan(LAYERS, platform, [0, 1, 2, 3, 4], period_seconds=3).proved
     assert make_plan(LAYERS, platform, "contiguous", period_seconds=3).proved_class == "contiguous"
+
+
+def tied_ends() -> Chain:
+    """Layers of 3, 6 and 3 s; the first and the last have the same 100 bytes of weights."""
+    made = chain([1, 2, 1], [2, 4, 2], weights=[100, 10, 100], outputs=[1, 1, 1], input_bytes=1)
+    ends = {"shared_weights": {"embedding": 100}}
+    return replace(made, layers=tuple(replace(each, **(ends if index != 1 else {})) for index, each in
+                                      enumerate(made.layers)))  # fmt: skip
+
+
+def test_nothing_is_proved_of_allocations_that_share_weights() -> None:
+    """One device with both ends keeps their weights once, which no search beyond contiguous partitions counts."""
+    layers, platform = tied_ends(), Platform(num_devices=2, memory_bytes=ROOM, bandwidth=100.0)
+    best = make_plan(layers, platform)
+    assert best.period_seconds == 6 and not best.is_contiguous
+    least = make_plan(layers, platform, period_seconds=9)
+    assert max(best.peak_memory_bytes) < max(least.peak_memory_bytes)
+    assert (least.proved, least.proved_class) == (True, "contiguous")
+    small = replace(platform, memory_bytes=max(least.peak_memory_bytes) - 1)
+    with pytest.raises(
+        InfeasibleError, match=r"a period of 9 s takes \d+ bytes .* in the best plan found, 1 byte"
+    ):
+        make_plan(layers, small, period_seconds=9)
+
+
+@pytest.mark.parametrize("memory_bytes", [400, 600])
+def test_no_class_bounds_allocations_that_share_weights(memory_bytes: int) -> None:
+    layers, platform = tied_ends(), Platform(num_devices=2, memory_bytes=memory_bytes, bandwidth=100.0)
+    assert make_plan(layers, platform).class_lower_bound_seconds is None
 
 
 LAYERS = chain([1] * 4, [2] * 4, outputs=[10] * 4, stash=[100] * 4)

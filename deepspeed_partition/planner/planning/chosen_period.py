@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from deepspeed_partition.planner.assembly import assemble
+from deepspeed_partition.planner.assembly import assemble, class_with_shared_weights
 from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.memory import reserves_all_slots
 from deepspeed_partition.planner.plan import Plan
@@ -43,21 +43,23 @@ def solve_at(problem: Problem, solver: Solver, period_seconds: float) -> Plan:
     bound_seconds = clock.seconds(lower_bound(problem))
     proved = answer.best_period is not None and reserves_all_slots(problem.platform)
     proved &= is_plain(problem.platform)
+    proved_class = class_with_shared_weights(problem, answer.proved_class)
+    which = "at the least" if proved and proved_class == answer.proved_class else "in the best plan found"
     plan = replace(
         plan,
         platform=problem.platform,
         lower_bound_seconds=bound_seconds,
         gap=plan.period_seconds / bound_seconds - 1,
         proved=proved,
-        proved_class=answer.proved_class if proved else None,
+        proved_class=proved_class if proved else None,
         proved_of="memory" if proved else None,
     )
     needs = max(use.total for use in replayed.memory)
     if needs > memory:
         raise InfeasibleError(
             f"a period of {format_seconds(period_seconds)} takes {exact_bytes(needs)} ({format_bytes(needs)}) per "
-            f"device {'at the least' if proved else 'in the best plan found'}, {exact_bytes(needs - memory)} more "
-            "than there are: choose a longer period or give more memory",
+            f"device {which}, {exact_bytes(needs - memory)} more than there are: choose a longer period or "
+            "give more memory",
             short_bytes=needs - memory,
             smallest_memory_bytes=needs,
         )
