@@ -250,3 +250,27 @@ def test_a_chosen_period_has_no_ports():
         make_plan(SLOW, replace(THREE, port_bandwidth=1.0), period_seconds=20)
     plan = make_plan(SLOW, replace(THREE, duplex="full"), period_seconds=20)
     assert (plan.period_seconds, plan.proved) == (20, False)
+
+
+@pytest.mark.parametrize("algorithm", ["madpipe", "contiguous", [0, 1, 2, 3]])
+def test_a_chosen_period_that_takes_both_directions_at_once(algorithm):
+    """One transfer at a time is slower, and no period is shorter than the 4 s of a message."""
+    full = replace(THREE, duplex="full")
+    short = chain([1] * 3, [2] * 3, outputs=[4, 4, 1], input_bytes=4)
+    best = make_plan(short, full, algorithm, recompute="never")
+    assert best.period_seconds < make_plan(short, THREE, algorithm, recompute="never").period_seconds
+    for period in (best.period_seconds, best.period_seconds + 0.5):
+        plan = make_plan(short, full, algorithm, period_seconds=period, recompute="never")
+        assert plan.period_seconds <= period and (plan.proved, plan.proved_class) == (False, None)
+        assert replay(plan, short).violations == ()
+    with pytest.raises(InfeasibleError, match=r"a period of 3 s in any memory: the shortest found is [46]"):
+        make_plan(short, full, algorithm, period_seconds=3, recompute="never")
+    needs = max(best.peak_memory_bytes)
+    with pytest.raises(
+        InfeasibleError, match=rf"takes {needs} bytes .* in the best plan found, 1 byte"
+    ) as refused:
+        make_plan(
+            short, replace(full, memory_bytes=needs - 1), algorithm, period_seconds=best.period_seconds,
+            recompute="never",
+        )  # fmt: skip
+    assert refused.value.smallest_memory_bytes == needs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from deepspeed_partition.planner.assembly import assemble, class_with_shared_weights
@@ -25,27 +27,64 @@ LONGEST_PERIOD_SECONDS = 1e15
 
 
 def solve_at(problem: Problem, solver: Solver, period_seconds: float) -> Plan:
-    """Return the plan of a chosen period that needs the least memory."""
+    """Return the plan of a chosen period that needs the least memory.
+
+    Raises:
+        InfeasibleError: no plan of the solver is that fast, or none that is found fits in memory.
+    """
     _check_period(problem, solver, period_seconds)
     clock, memory = problem.times.clock, problem.platform.memory_bytes
     period = min(clock.ticks(float(period_seconds)), problem.longest_period)
     roomy = problem.with_memory(LARGEST_MEMORY_BYTES)
     answer = _answer_at(problem, roomy, solver, period)
     every: tuple[Cuts | Pattern, ...] = (*answer.patterns, *answer.cuts)
-    if not every:
-        best = solve(roomy, solver)
+    plans: list[Plan] = []
+    if every:
+        plan, _ = assemble(roomy, solver.name, answer, every[0], chosen_period=period)
+        plans.append(_of_memory(problem, plan, answer))
+    if not plans or (_counts_too_much(problem) and _needs(plans[0]) > memory):
+        for shortest in _shortest(problem, roomy, solver, has_other=bool(plans)):
+            if clock.ticks(shortest.period_seconds) <= period:
+                plans.append(_of_memory(problem, shortest, None))
+                if _needs(plans[-1]) <= memory:
+                    break
+    if not plans:
         is_exact = is_plain(problem.platform) and not problem.deadline.passed()
         raise InfeasibleError(
             f"no plan of {solver.name} has a period of {format_seconds(period_seconds)} in any memory: the "
-            f"shortest {'is' if is_exact else 'found is'} {format_seconds(best.period_seconds)}"
+            f"shortest {'is' if is_exact else 'found is'} {format_seconds(shortest.period_seconds)}"
         )
-    plan, replayed = assemble(roomy, solver.name, answer, every[0], chosen_period=period)
-    bound_seconds = clock.seconds(lower_bound(problem))
-    proved = answer.best_period is not None and reserves_all_slots(problem.platform)
-    proved &= is_plain(problem.platform)
-    proved_class = class_with_shared_weights(problem, answer.proved_class)
-    which = "at the least" if proved and proved_class == answer.proved_class else "in the best plan found"
-    plan = replace(
+    best = min(plans, key=_needs)
+    needs = _needs(best)
+    if needs <= memory:
+        return best
+    is_least = best.proved and best.proved_class == answer.proved_class
+    raise InfeasibleError(
+        f"a period of {format_seconds(period_seconds)} takes {exact_bytes(needs)} ({format_bytes(needs)}) per "
+        f"device {'at the least' if is_least else 'in the best plan found'}, {exact_bytes(needs - memory)} more "
+        "than there are: choose a longer period or give more memory",
+        short_bytes=needs - memory,
+        smallest_memory_bytes=needs,
+    )
+
+
+def _needs(plan: Plan) -> int:
+    """Return the bytes of the largest device of a plan."""
+    return max(plan.peak_memory_bytes)
+
+
+def _of_memory(problem: Problem, plan: Plan, answer: Answer | None) -> Plan:
+    """Return a plan that says what is proved of its memory.
+
+    Args:
+        plan: a plan on devices of any memory.
+        answer: what was found of the least memory; None: the plan is not from there, and nothing is proved of it.
+    """
+    bound_seconds = problem.times.clock.seconds(lower_bound(problem))
+    proved = answer is not None and answer.best_period is not None
+    proved &= is_plain(problem.platform) and reserves_all_slots(problem.platform)
+    proved_class = class_with_shared_weights(problem, answer.proved_class) if answer is not None else None
+    return replace(
         plan,
         platform=problem.platform,
         lower_bound_seconds=bound_seconds,
@@ -53,17 +92,35 @@ def solve_at(problem: Problem, solver: Solver, period_seconds: float) -> Plan:
         proved=proved,
         proved_class=proved_class if proved else None,
         proved_of="memory" if proved else None,
+        class_lower_bound_seconds=None,
     )
-    needs = max(use.total for use in replayed.memory)
-    if needs > memory:
-        raise InfeasibleError(
-            f"a period of {format_seconds(period_seconds)} takes {exact_bytes(needs)} ({format_bytes(needs)}) per "
-            f"device {which}, {exact_bytes(needs - memory)} more than there are: choose a longer period or "
-            "give more memory",
-            short_bytes=needs - memory,
-            smallest_memory_bytes=needs,
-        )
-    return plan
+
+
+def _counts_too_much(problem: Problem) -> bool:
+    """Return whether a plan may be faster, or take less memory, than the search for the least memory counts.
+
+    It counts one transfer at a time on a link, and weights that layers share on each stage.
+    """
+    return not is_plain(problem.platform) or problem.table.training.shares
+
+
+def _shortest(problem: Problem, roomy: Problem, solver: Solver, *, has_other: bool) -> Iterator[Plan]:
+    """Yield the plans of the shortest period, in the memory that there is and in any.
+
+    Args:
+        has_other: whether there is another plan, so that none of these need exist.
+
+    Raises:
+        InfeasibleError: there is none in any memory.
+    """
+    if _counts_too_much(problem):
+        with suppress(InfeasibleError):
+            yield solve(replace(problem, is_one_of_many=True), solver)
+    try:
+        yield solve(roomy, solver)
+    except InfeasibleError:
+        if not has_other:
+            raise
 
 
 def _check_period(problem: Problem, solver: Solver, period_seconds: float) -> None:
