@@ -177,6 +177,20 @@ def measured_chain() -> Chain:
     return replace(chain, layers=tuple(layers))
 
 
+def test_weights_that_layers_share_count_once_for_a_pipeline() -> None:
+    """Two devices with 1,000 bytes of weights each, three copies: the first two layers have the same ones."""
+    chain = chain_of(3, 1000, 1)
+    first, second, third = chain.layers
+    tied = tuple(replace(layer, shared_weights={"embedding": 1000}) for layer in (first, second))
+    chain = replace(chain, layers=(*tied, third))
+    ranking = rank_schemes(chain, [platform_of(2, 4000, 1e9, weight_copies=3)], 4, time_limit_seconds=2)
+    row = next(each for each in ranking.choices if each.scheme == "MadPipe 1 x 2")
+    assert row.fits and row.plan is not None and max(row.plan.peak_memory_bytes) == row.memory_bytes < 4000
+    apart = rank_schemes(chain_of(3, 1000, 1), [platform_of(2, 4000, 1e9)], 4, time_limit_seconds=2)
+    row = next(each for each in apart.choices if each.scheme == "MadPipe 1 x 2")
+    assert "needs more than 4.5 kB of 4 kB: weights alone" in row.reason
+
+
 def test_what_zero_shares_of_a_run_is_not_known() -> None:
     """All rows of ZeRO said that they need as much as DDP, as if nothing were shared."""
     ranking = rank_schemes(measured_chain(), [platform_of(4, 10**5, 1e9)], 8, time_limit_seconds=1)

@@ -348,12 +348,17 @@ def _planned(
 def _least_bytes_of_weights(chain: Chain, platform: Platform, degree: int, zero_stage: int | None) -> int:
     """Return what the fullest device of ``degree`` pipelines keeps at the least, whatever the partition.
 
-    That is its even part of all weights, with their copies; 0 where layers say what training keeps of each.
+    That is its even part of all weights, with their copies, those that layers share once; 0 where layers say what
+    training keeps of each.
     """
     if any(layer.training_bytes is not None for layer in chain.layers):
         return 0
     copies = weight_copies_of(platform.weight_copies, degree, zero_stage)
-    total = sum(layer.weight_bytes for layer in chain.layers)
+    total, seen = 0, set[str]()
+    for layer in chain.layers:
+        shared = dict(layer.shared_weights)
+        total += layer.weight_bytes - sum(size for name, size in shared.items() if name in seen)
+        seen |= set(shared)
     return int(total * copies * degree / platform.num_devices) + platform.fixed_bytes
 
 
