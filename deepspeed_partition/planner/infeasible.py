@@ -38,7 +38,7 @@ def infeasible(problem: Problem, solver: Solver, solve: Solve) -> InfeasibleErro
     if smallest > LARGEST_MEMORY_BYTES:
         return InfeasibleError(
             f"no plan fits into {format_bytes(memory)} per device, nor into the largest memory that a device may "
-            f"have here: the cut that needs least takes {format_bytes(smallest)}"
+            f"have here: the cut that needs least takes {format_bytes(smallest)} or more"
         )
     if max(needs) <= memory:
         return InfeasibleError(

@@ -134,8 +134,8 @@ class StageTable:
         at_cut = np.array([0, *(layer.cut_stash_bytes for layer in chain.layers[:-1]), 0], dtype=np.int64)
         trainable = _prefix(int(bool(layer.num_trainable_parameters)) for layer in chain.layers)
         slots = buffer_slots(platform)
-        inner = [min(slots * chain.boundary_bytes(boundary), 2**60) for boundary in range(1, chain.num_layers)]
-        buffers = np.array([0, *inner, 0], dtype=np.int64)
+        inner = (slots * chain.boundary_bytes(boundary) for boundary in range(1, chain.num_layers))
+        buffers = np.array([0, *(min(size, MOST_BYTES) for size in inner), 0], dtype=np.int64)
         self.versions = versions
         """How the versions of the weights count; None: the pipeline drains before each update."""
         self.training = TrainingBytes(chain, platform, None if versions is None else versions.num_versions)

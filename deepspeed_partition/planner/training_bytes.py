@@ -15,10 +15,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_partition.planner.problem import Chain, LayerProfile, Platform
+from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES, Chain, LayerProfile, Platform
 
-MOST_BYTES = 2**60
-"""Largest number in a table, in bytes: sums of a few of them are still 64-bit numbers."""
+MOST_BYTES = LARGEST_MEMORY_BYTES + 1
+"""Largest number in a table, in bytes: more than any device has; sums of a few are still 64-bit numbers."""
 
 
 def version_bytes(layer: LayerProfile) -> int:

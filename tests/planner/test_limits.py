@@ -54,6 +54,24 @@ def test_more_than_any_device_has(algorithm, num_micro_batches):
     assert raised.value.smallest_memory_bytes is None
 
 
+@pytest.mark.parametrize(
+    "how", [{}, {"num_micro_batches": 2}, {"period_seconds": 9}, {"weight_versions": "stashing"}]
+)
+@pytest.mark.parametrize("algorithm", ["madpipe", "contiguous", "pipedream-blind", [0, 1, 2]])
+@pytest.mark.parametrize("large", ["weights", "outputs"])
+def test_the_largest_memory_has_no_room_for_more(large, algorithm, how):
+    """Sizes are cut off in tables: once at as much as the largest device has, and then the replay overflowed."""
+    sizes = {"weights": [0, 0], "outputs": [0, 0], large: [2**53] * 2}
+    made = chain([1, 1], [1, 1], stash=[0, 0], **sizes)
+    platform = Platform(num_devices=2, memory_bytes=2**60, bandwidth=1e12, weight_copies=1e6, comm_buffers=1000)
+    if large == "outputs":
+        make_plan(made, platform, "madpipe", **how)  # on one device, where nothing is sent
+        if not isinstance(algorithm, list):
+            return
+    with pytest.raises(InfeasibleError, match="nor into the largest memory that a device may have here"):
+        make_plan(made, platform, algorithm, **how)
+
+
 def test_one_byte_is_no_bytes():
     made = chain([1], [1], stash=[101])
     with pytest.raises(InfeasibleError, match=r"1 byte more than there are.* would do is 101 bytes \(101 B\)"):

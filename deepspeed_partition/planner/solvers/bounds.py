@@ -16,7 +16,7 @@ import numpy as np
 from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.memory import most_with_versions
 from deepspeed_partition.planner.solvers.interface import Problem
-from deepspeed_partition.planner.training_bytes import TrainingBytes, version_bytes
+from deepspeed_partition.planner.training_bytes import MOST_BYTES, TrainingBytes, version_bytes
 from deepspeed_partition.planner.weight_versions import TWO_VERSIONS, VERTICAL_SYNC
 
 
@@ -68,7 +68,7 @@ def lower_bound(problem: Problem) -> Fraction:
         if problem.recomputation is not None and layer.recomputable:
             savings.append((stash * below, times.forward_ticks(index, index + 1)))
             continue
-        free = np.array(memory_bytes - training.of([(index, index + 1)]))
+        free = np.array(max(memory_bytes - training.of([(index, index + 1)]), -MOST_BYTES))
         if comes_with_micro_batches:
             version = np.array(version_bytes(layer))
             most = int(most_with_versions(free, np.array(stash), version, per_update))
