@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from deepspeed_partition import Chain, InfeasibleError, LayerProfile, Platform, make_plan
+from deepspeed_partition import Chain, InfeasibleError, LayerProfile, Platform, make_plan, replay
 from deepspeed_partition.planner.units import printable, shown
 from tests.planner.instances import chain
 
@@ -70,6 +72,16 @@ def test_the_largest_memory_has_no_room_for_more(large, algorithm, how):
             return
     with pytest.raises(InfeasibleError, match="nor into the largest memory that a device may have here"):
         make_plan(made, platform, algorithm, **how)
+
+
+@pytest.mark.parametrize("more", [{"weight_copies": 10**6}, {"comm_buffers": 1000}])
+def test_the_replay_counts_no_more_than_any_device_has(more):
+    made = chain([1, 1], [1, 1], weights=[2**53] * 2, outputs=[2**53, 0], stash=[0, 0])
+    platform = Platform(num_devices=2, memory_bytes=2**60, bandwidth=1e12, weight_copies=3)
+    plan = make_plan(made, platform, [0, 1, 2])
+    assert not replay(plan, made).violations
+    (sentence, *_) = replay(replace(plan, platform=replace(platform, **more)), made).violations
+    assert sentence.startswith("device 0") and sentence.endswith("bytes short")
 
 
 def test_one_byte_is_no_bytes():

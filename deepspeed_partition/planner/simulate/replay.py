@@ -20,12 +20,20 @@ from deepspeed_partition.planner.clock import Clock
 from deepspeed_partition.planner.plan import MemoryUse, Plan, StepPlan
 from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.planner.schedule import PlacedOperation
-from deepspeed_partition.planner.simulate.replay_memory import DevicePeaks, StageCost, costs_of, peaks_of
+from deepspeed_partition.planner.simulate.replay_memory import (
+    DevicePeaks,
+    StageCost,
+    costs_of,
+    peaks_of,
+    weights_of,
+)
 from deepspeed_partition.planner.simulate.replay_step import Timeline, occupied_by, run_step, step_ticks
 from deepspeed_partition.planner.simulate.replay_versions import version_violations
 
 TOLERANCE = 1e-9
 """Tolerance of the replay, relative to the period: a smaller violation may be rounding."""
+MOST_COUNTED = 2**62
+"""Most bytes of a device that are counted over time."""
 BELOW_BOUND = "is below its lower bound"
 LARGEST_PROVED_GAP = 2e-6
 """Largest gap of a step that is proved: proofs hold to one part in a million."""
@@ -101,7 +109,7 @@ def replay_and_count(plan: Plan, chain: Chain) -> tuple[Plan, Replay]:
 def _run(plan: Plan, chain: Chain) -> _Run:
     plan.check_chain(chain)
     costs = costs_of(plan, chain, in_step=False)
-    violations = list(_structure_violations(plan, chain, costs))
+    violations = [*_structure_violations(plan, chain, costs), *_uncounted_violations(plan, chain)]
     if plan.is_asynchronous and not plan.treats_all_alike:
         violations.append(
             f"weight_versions is {plan.weight_versions!r}, which is counted for patterns of one micro-batch with "
@@ -184,6 +192,20 @@ def _structure_violations(plan: Plan, chain: Chain, costs: list[StageCost]) -> I
             yield f"{name} has shift {operation.shift}, not 0"
     for missing in expected.keys() - seen:
         yield f"{_shown(plan, *missing)} is missing from the pattern"
+
+
+def _uncounted_violations(plan: Plan, chain: Chain) -> Iterator[str]:
+    """Yield a sentence for each device with more bytes than 64-bit numbers count: no device has so many."""
+    for device in sorted({stage.device for stage in plan.stages}):
+        mine = [stage.layers for stage in plan.stages if stage.device == device]
+        ends = {boundary for layers in mine for boundary in layers} - {0, chain.num_layers}
+        buffers = plan.platform.comm_buffers * sum(map(chain.boundary_bytes, ends))
+        kept, memory_bytes = weights_of(plan, chain, device), plan.platform.memory_of(device)
+        if kept + buffers > MOST_COUNTED:
+            yield (
+                f"device {device} keeps {kept} bytes for its weights and {buffers} in buffers and has "
+                f"{memory_bytes}: {kept + buffers - memory_bytes} bytes short"
+            )
 
 
 def _kinds_of(kinds: set[str]) -> list[str]:

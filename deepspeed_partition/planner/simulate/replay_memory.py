@@ -347,6 +347,11 @@ class Moments:
         return terms
 
 
+def weights_of(plan: Plan, chain: Chain, device: int) -> int:
+    """Return the bytes that training keeps for the weights of a device, with one version of them."""
+    return _for_weights(plan, chain, device, {})[0]
+
+
 def _for_weights(plan: Plan, chain: Chain, device: int, held: Mapping[int, HeldByStage]) -> tuple[int, int]:
     """Return the bytes that training keeps for the weights of a device, and those needed behind its backwards.
 
