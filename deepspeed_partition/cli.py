@@ -42,7 +42,6 @@ from deepspeed_partition.cli_options import (
     zero_option,
 )
 from deepspeed_partition.planner import units
-from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.planner.cluster.scheme_choice import rank_schemes, strategy_of
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.errors import FormatError, InfeasibleError, MadPipeError
@@ -718,7 +717,7 @@ def _first_devices(platform: Platform, number: int) -> Platform:
     )
 
 
-def _start(path: str, chain: Chain) -> Allocation:
+def _start(path: str, chain: Chain) -> Plan:
     made = Plan.load(path)
     names = [name for stage in made.stages for name in stage.layer_names]
     if made.chain.num_layers != chain.num_layers or (names and names != [layer.name for layer in chain.layers]):
@@ -726,7 +725,7 @@ def _start(path: str, chain: Chain) -> Allocation:
             f"{path} is for the layers of {made.chain.name!r}, which are not those of {chain.name!r}",
             param_hint="--start",
         )
-    return made.allocation
+    return made
 
 
 def _zero_stage(zero: str | None, data_parallel: int | str | None) -> int | None:

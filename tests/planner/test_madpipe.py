@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from deepspeed_partition import InfeasibleError, Plan, Platform, replay
+from deepspeed_partition import make_plan as plan_with_recomputation
 from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.report import draw_timelines
@@ -16,6 +17,7 @@ from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.non_contiguous import madpipe
 from deepspeed_partition.planner.solvers.pattern import ilp
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Road
+from deepspeed_partition.planner.solvers.step import best_step, step_search
 from tests.exhaustive import some
 from tests.planner import oracles
 from tests.planner.instances import chain, instances, of_case, problem_of, random_instance, solved_cases
@@ -304,6 +306,53 @@ def test_a_plan_to_start_from_is_not_lost(monkeypatch):
             after = make_plan(made, more, madpipe.MadPipe(start=(before.allocation,)))
         assert after.period_seconds <= before.period_seconds * (1 + 1e-12)
     assert started > some(5)
+
+
+@pytest.fixture
+def finds_little(monkeypatch):
+    """Searches of steps that find little but what they are given."""
+
+    def weaken():
+        monkeypatch.setattr(best_step, "_walk_and_polish", lambda *_: None)
+        monkeypatch.setattr(best_step, "_search_recomputing", lambda *_: None)
+        for name in ("search_shared", "refine_leaders", "descend"):
+            monkeypatch.setattr(step_search.StepSearch, name, lambda *_: None)
+        for name in ("begin", "search_all"):
+            monkeypatch.setattr(best_step.InterleavedSearch, name, lambda _: None)
+
+    return weaken
+
+
+@pytest.mark.parametrize(("recompute", "memory"), [("never", 1000), ("block", 25), ("stage", 25)])
+def test_a_step_to_start_from_is_not_made_longer(finds_little, recompute, memory):
+    """Layers of 6, 2, 6 and 2 s, the short ones on one device; all in little memory."""
+    made = chain([3, 1, 3, 1], [3, 1, 3, 1], weights=[1] * 4, outputs=[1] * 4, stash=[9] * 4)
+    platform = Platform(num_devices=3, memory_bytes=memory, bandwidth=100.0)
+    how = {"num_micro_batches": 5, "time_limit_seconds": 0.3, "recompute": recompute}
+    before = plan_with_recomputation(made, platform, **how)
+    finds_little()
+    start = madpipe.MadPipe(start=(before,))
+    after = plan_with_recomputation(made, platform, start, **how)
+    assert after.step_seconds <= before.step_seconds
+    if recompute == "never":  # alone, no step is found with the others
+        assert before.step_seconds < plan_with_recomputation(made, platform, **how).step_seconds
+    assert any(stage.blocks for stage in before.stages) == (recompute != "never")
+    for other in ({"num_micro_batches": 4}, {"recompute": "never"}, {"num_micro_batches": 10, "data_parallel": 2}):
+        fewer = replace(platform, num_devices=4, memory_bytes=memory + 30)
+        plan = plan_with_recomputation(made, fewer, start, **how | other)
+        assert replay(plan, made).violations == ()
+
+
+def test_a_long_step_to_start_from_is_run_in_full(finds_little):
+    """Beyond 128 micro-batches a search looks at the beginning alone; the layers in turn shorten the drain."""
+    made = chain([1, 1, 1, 1], [2, 2, 2, 2], outputs=[0] * 4)
+    platform = Platform(num_devices=2, memory_bytes=10**6, bandwidth=1.0)
+    before = make_plan(made, platform, num_micro_batches=130, time_limit_seconds=1)
+    finds_little()
+    start = madpipe.MadPipe(start=(before,))
+    after = make_plan(made, platform, start, num_micro_batches=130, time_limit_seconds=1)
+    alone = make_plan(made, platform, num_micro_batches=130, time_limit_seconds=1)
+    assert after.step_seconds == before.step_seconds < alone.step_seconds
 
 
 def test_a_plan_to_start_from_suits_the_model_and_may_need_more_devices_than_there_are():

@@ -14,6 +14,7 @@ from deepspeed_partition.planner.allocation import Blocks, Placement
 from deepspeed_partition.planner.clock import TimedChain
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.memory import StageTable
+from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import Chain, Platform
 from deepspeed_partition.planner.recomputation import Recomputation, StageCost, stage_cost
 from deepspeed_partition.planner.schedule import Order
@@ -208,6 +209,8 @@ class Answer:
     """Steps that fit, too, one of which may take less than the first of ``steps`` where messages share ports."""
     step_search: Literal["contiguous", "any"] | None = None
     """The allocations among which a shorter step is to be looked for, from this answer on; None: nowhere."""
+    starts: tuple[Plan, ...] = ()
+    """Saved plans whose steps are tried, too, where a step is looked for."""
     class_bound: int | None = None
     """Period in ticks: no allocation with at most one special device has a shorter one. None: not looked for."""
 

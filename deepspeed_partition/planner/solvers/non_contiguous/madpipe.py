@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from deepspeed_partition.planner.allocation import Allocation, Placement
 from deepspeed_partition.planner.deadline import Deadline, DeadlinePassed
 from deepspeed_partition.planner.memory import reserves_all_slots
+from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES
 from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.contiguous.optimal import Contiguous
@@ -83,9 +84,10 @@ class MadPipe:
     """
 
     name: str = "madpipe"
-    start: tuple[Allocation, ...] = ()
-    """Allocations of plans for less memory, bandwidth or devices, or for other times of the same layers. They are
-    tried first, so that the answer is not worse where they still fit."""
+    start: tuple[Allocation | Plan, ...] = ()
+    """Plans for less memory, bandwidth or devices, or for other times of the same layers, or their allocations.
+    They are tried first, so that the answer is not worse where they still fit; the step of a plan in its own
+    order, for as many micro-batches."""
 
     def solve(self, problem: Problem) -> Answer:
         if _only_contiguous(problem):
@@ -96,7 +98,9 @@ class MadPipe:
         answer = self._periodic(periodic, proves=False)
         if not answer.cuts and not answer.patterns:
             return answer
-        return replace(answer, step_search="any")
+        return replace(
+            answer, step_search="any", starts=tuple(each for each in self.start if isinstance(each, Plan))
+        )
 
     def _periodic(self, problem: Problem, *, proves: bool) -> Answer:
         if problem.recomputation is None:
@@ -182,7 +186,7 @@ class _PeriodSearch(BestFirstSearch):
     """Search for the shortest period in the memory of the problem; the cost of an allocation is its period."""
 
     def __init__(
-        self, problem: Problem, start: Iterable[Allocation] = (), known: BestPartition | None = None
+        self, problem: Problem, start: Iterable[Allocation | Plan] = (), known: BestPartition | None = None
     ) -> None:
         self.start = [_placement(problem, allocation) for allocation in start]
         found = known
@@ -305,7 +309,8 @@ class _PeriodSearch(BestFirstSearch):
                 return
 
 
-def _placement(problem: Problem, allocation: Allocation) -> Placement:
+def _placement(problem: Problem, start: Allocation | Plan) -> Placement:
+    allocation = start.allocation if isinstance(start, Plan) else start
     num_layers = allocation.boundaries[-1]
     if num_layers != problem.chain.num_layers:
         raise ValueError(

@@ -40,6 +40,7 @@ from deepspeed_partition.planner.solvers.step.recomputing_step import (
     lacks_room,
     wanted_in_flight,
 )
+from deepspeed_partition.planner.solvers.step.saved_steps import try_saved
 from deepspeed_partition.planner.solvers.step.step_bounds import most_bound_seconds, step_lower_bound
 from deepspeed_partition.planner.solvers.step.step_search import StepSearch, step_engine
 from deepspeed_partition.planner.solvers.uniform_recomputation import Uniform, uniform_choices
@@ -69,6 +70,7 @@ def with_best_step(problem: Problem, answer: Answer) -> Answer:
         search = recomputing_search(problem, cuts, patterns, shared=shared)
     else:
         search = searched(problem, cuts, patterns, shared=shared).every
+    try_saved(problem, search, answer.starts)
     if shared:
         _walk_and_polish(problem, search)
     steps = tuple(islice(search.steps(patterns), 1))
