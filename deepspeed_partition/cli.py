@@ -251,7 +251,7 @@ def plan(
         try:
             made = make_plan(layers, devices, time_limit_seconds=time_limit, deadline=deadline, **how)
         except InfeasibleError as error:
-            raise with_remedies(error, make_plan, layers, devices, deadline, **how) from None
+            raise with_remedies(error, make_plan, layers, devices, deadline, time_limit, **how) from None
     _hand_over(made, output, as_json, lambda: _summary(made, _width()))
 
 

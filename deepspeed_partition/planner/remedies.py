@@ -14,13 +14,16 @@ from typing import Any
 from deepspeed_partition.planner.deadline import Deadline
 from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.plan import Plan
+from deepspeed_partition.planner.planning.problems import SHORTEST_TIME_LIMIT_SECONDS
 from deepspeed_partition.planner.problem import Chain, LayerProfile, Platform
 from deepspeed_partition.planner.units import format_bytes, format_seconds
 
 SMALLEST_SHARE = 16
 """Parts of a micro-batch up to which halving it is tried."""
-SECONDS_EACH = 5.0
-"""Seconds of the processor for the plan of one remedy, at most."""
+MOST_SECONDS = 5.0
+"""Seconds of the processor for the plans of all remedies together, at most."""
+SHARE = 0.4
+"""Share of the time that is left for each remedy, so that there is some for the next ones."""
 
 Make = Callable[..., Plan]
 
@@ -44,19 +47,23 @@ def with_remedies(
     chain: Chain,
     platform: Platform,
     deadline: Deadline | None = None,
+    time_limit_seconds: float | None = None,
     **how: Any,
 ) -> InfeasibleError:
     """Return ``error`` with a sentence on what would do, the cheapest first.
 
     Args:
         make: ``make_plan``, or what is called in its place with a chain, a platform and ``how``.
+        deadline: another end of all searches.
+        time_limit_seconds: seconds of the processor for what would do, all of it together; ``MOST_SECONDS`` where
+            left out, and at the most.
         how: arguments of the plan that did not fit.
     """
     if error.smallest_memory_bytes is None:  # it is not memory that lacks
         return error
-    found = sorted(
-        _remedies(make, chain, platform, deadline or Deadline(), how), key=lambda each: each.device_seconds
-    )
+    limit = MOST_SECONDS if time_limit_seconds is None else min(time_limit_seconds, MOST_SECONDS)
+    together = Deadline(limit, within=deadline)
+    found = sorted(_remedies(make, chain, platform, together, how), key=lambda each: each.device_seconds)
     if not found:
         return error
     told = "; ".join(
@@ -85,7 +92,8 @@ def _remedies(
     def tried(what: str, parts: int, chain: Chain, platform: Platform, **changes: Any) -> Iterator[Remedy]:
         if deadline.passed():
             return
-        arguments = {**how, **changes, "time_limit_seconds": SECONDS_EACH, "deadline": deadline}
+        seconds = max(deadline.remaining_seconds() * SHARE, SHORTEST_TIME_LIMIT_SECONDS)
+        arguments = {**how, **changes, "time_limit_seconds": seconds, "deadline": deadline, "is_one_of_many": True}
         try:
             plan = make(chain, platform, **arguments)
         except (InfeasibleError, ValueError):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import pickle
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from deepspeed_partition import InfeasibleError, Platform, make_plan
 from deepspeed_partition.cli import run
+from deepspeed_partition.planner import deadline
 from deepspeed_partition.planner.remedies import divided, with_remedies
 from deepspeed_partition.planner.report.memory_report import explain_memory
 from tests.exhaustive import some
@@ -109,6 +111,37 @@ def test_what_would_do_where_nothing_fits_is_a_plan_that_fits():
         "3 devices": 3 * more.step_seconds / 2,
     }
     assert list(told.remedies) == sorted(costs, key=costs.__getitem__)
+
+
+@pytest.mark.parametrize(("limit", "most"), [(0.1, 0.1), (2, 2), (60, 5), (None, 5)])
+def test_what_would_do_shares_the_time_limit(monkeypatch, limit, most):
+    """Each of them once had 5 s, whatever the limit, and the search for what would help them besides."""
+    worked = 0.0
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(thread_time=lambda: worked, monotonic=lambda: 0.0))
+    asked = []
+
+    def make(chain, platform, *, time_limit_seconds, is_one_of_many, **how):
+        nonlocal worked
+        asked.append(time_limit_seconds)
+        worked += time_limit_seconds
+        assert is_one_of_many
+        raise InfeasibleError("does not fit", smallest_memory_bytes=1)
+
+    refused, small = InfeasibleError("does not fit", smallest_memory_bytes=100), replace(ROOMY, memory_bytes=63)
+    how = {"recompute": "never", "num_micro_batches": 2}
+    assert with_remedies(refused, make, four_layers(), small, None, limit, **how) is refused
+    assert len(asked) == 6 and max(asked[1:]) < asked[0] and sum(asked) <= most
+    stopped = deadline.Deadline()
+    stopped.stop()
+    with_remedies(refused, make, four_layers(), small, stopped, limit, **how)
+    assert len(asked) == 6
+
+
+def test_one_of_many_says_no_more_than_that_it_does_not_fit():
+    small = replace(ROOMY, memory_bytes=63)
+    with pytest.raises(InfeasibleError, match=r"no plan fits into 63 B per device on 2 devices$") as refused:
+        make_plan(four_layers(), small, "contiguous", num_micro_batches=2, is_one_of_many=True)
+    assert refused.value.smallest_memory_bytes is None
 
 
 def test_zero_1_is_a_remedy_of_several_pipelines():

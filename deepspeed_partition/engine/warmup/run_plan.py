@@ -470,7 +470,9 @@ def _plan(
     except InfeasibleError as error:
         if engine.flushes is not None:  # a smaller micro-batch changes them, too
             raise
-        raise with_remedies(error, make_plan, chain, platform, algorithm=options.algorithm, **how) from None
+        raise with_remedies(
+            error, make_plan, chain, platform, deadline, seconds, algorithm=options.algorithm, **how
+        ) from None
     gain = ""
     idle = _idle_stage(chain, engine.module.parts)
     if engine.global_steps and options.algorithm in FASTEST and engine.runs_lists and idle is not None:

@@ -55,6 +55,7 @@ def make_plan(
     recompute: str = "auto",
     split_backward: bool = False,
     weight_versions: str = FLUSH,
+    is_one_of_many: bool = False,
 ) -> Plan:
     """Decide where and when every layer runs.
 
@@ -108,6 +109,8 @@ def make_plan(
             begins; ``"2bw"``: the version before the last update, so that two are enough; ``"vertical-sync"``: on
             all stages the version that stage 0 used. ``num_micro_batches`` is then the number of micro-batches of
             an update, 1 where left out, and ``weight_copies`` of the platform count two versions.
+        is_one_of_many: whether others are planned as well, so that where nothing fits nobody asks what would help:
+            the error then comes sooner, and says less.
 
     Returns:
         A plan that the replay has checked; its times are in seconds and its sizes in bytes.
@@ -166,9 +169,9 @@ def make_plan(
             problem = never_draining(problem, weight_versions)
         return problem if isinstance(solver, PaperMadPipe) else with_recomputation(problem, recompute)
 
-    def plan_for(split: Split, limit_seconds: float, is_one_of_many: bool) -> Plan:
+    def plan_for(split: Split, limit_seconds: float, is_one_of_several: bool) -> Plan:
         problem = problem_for(chain, split.platform, split, limit_seconds, deadline)
-        problem = replace(problem, is_one_of_many=is_one_of_many)
+        problem = replace(problem, is_one_of_many=is_one_of_many or is_one_of_several)
         if not split.platform.is_alike:
             _check_on_machines(problem, recompute, period_seconds)
             return plan_on_machines(
