@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import stat
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache
 
@@ -27,7 +29,7 @@ from deepspeed_partition import (
     make_plan,
     replay,
 )
-from deepspeed_partition.planner.io.files import write_json
+from deepspeed_partition.planner.io.files import write_json, write_text
 from deepspeed_partition.planner.report.draw_timelines import timeline
 from tests.exhaustive import some
 from tests.planner.instances import instances
@@ -304,6 +306,21 @@ def test_a_plan_for_another_chain_is_refused():
         plan.check_chain(Chain.from_dict(changed("layers.0.forward_seconds", 1)))
     with pytest.raises(PlanMismatchError, match="the plan is for 2 layers"):
         plan.check_chain(Chain.from_dict(changed("layers.1", REMOVE)))
+
+
+def test_a_pipe_is_written_to(tmp_path):
+    """Its links lead to ``pipe:[...]``, which is no path."""
+    code = "from deepspeed_partition.planner.io.files import write_text; write_text('/dev/stdout', 'text')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "text"), done.stderr
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_text(fifo, "text")
+        assert os.read(reader, 100) == b"text"
+    finally:
+        os.close(reader)
 
 
 def test_files_are_written_whole_or_not_at_all(tmp_path):

@@ -169,12 +169,13 @@ def write_text(path: str | PathLike[str], text: str, *, through_link: bool = Tru
     Raises:
         OSError: the folder cannot be written to.
     """
-    target = Path(path).resolve() if through_link else Path(path)
+    given = Path(path)
     try:
-        if target.exists() and not target.is_file() and through_link:
-            target.write_text(text, encoding="utf-8")  # /dev/stdout, a pipe: nothing to rename over
+        if through_link and given.exists() and not given.is_file():
+            # /dev/stdout, a pipe: nothing to rename over, and what its links lead to need not be a path.
+            given.write_text(text, encoding="utf-8")
         else:
-            with replacing(target) as file:
+            with replacing(given.resolve() if through_link else given) as file:
                 file.write(text.encode("utf-8"))
     except OSError as error:
         raise OSError(error.errno, f"cannot be written: {error.strerror}", str(path)) from None
