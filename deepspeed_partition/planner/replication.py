@@ -111,7 +111,7 @@ def plan_replicated(
 
     Raises:
         InfeasibleError: a stage has no room for one micro-batch, or the time was up.
-        ValueError: as ``partition_replicated``.
+        ValueError: as ``partition_replicated``; or the answer is no plan and links have a latency.
     """
     deadline = Deadline(time_limit(time_limit_seconds), within=deadline)
     try:
@@ -123,6 +123,11 @@ def plan_replicated(
         cuts = (0, *(stage.layers[1] for stage in found.pipeline.stages))
         straight = FixedPartition(REPLICATED, lambda chain, stages: cuts)
         return make_plan(chain, platform, straight, data_parallel=counts.pop(), deadline=deadline)
+    if platform.latency_seconds:
+        raise ValueError(
+            f"latency_seconds is {platform.latency_seconds:g}, and {REPLICATED} counts bytes alone where stages "
+            "have unlike numbers of replicas, or there are several machines: leave it out, or use another algorithm"
+        )
     needs, memory = found.fewest_bytes, platform.memory_bytes
     largest = max(needs)
     if largest > memory:

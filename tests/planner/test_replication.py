@@ -117,6 +117,8 @@ def test_without_room_for_one_micro_batch_nothing_fits(uneven, capsys):
             [*MACHINES, "--algorithm", "pipedream"],
             "--machine-devices has an effect only with --algorithm pipedream-repl",
         ),
+        (["--latency", "1s"], "latency_seconds is 1, and pipedream-replicated counts bytes alone"),
+        ([*MACHINES, "--latency", "1s"], "leave it out, or use another algorithm"),
         (["--devices", "65"], "asked for 64 devices at most, not 65"),
     ],
 )
@@ -124,6 +126,12 @@ def test_what_is_refused(uneven, capsys, more, sentence):
     assert cli.run(["plan", uneven, *ARGUMENTS, *more]) == 2
     captured = capsys.readouterr()
     assert sentence in captured.err and not captured.out
+
+
+def test_a_plan_of_equal_replicas_counts_the_latency(even):
+    plans = [plan_replicated(EVEN, platform(latency_seconds=seconds)) for seconds in (0, 1)]
+    assert all(isinstance(plan, Plan) for plan in plans)
+    assert plans[0].allreduce_seconds < plans[1].allreduce_seconds
 
 
 def test_it_is_no_algorithm_of_a_plan():
