@@ -126,7 +126,7 @@ def plan_replicated(
     if platform.latency_seconds:
         raise ValueError(
             f"latency_seconds is {platform.latency_seconds:g}, and {REPLICATED} counts bytes alone where stages "
-            "have unlike numbers of replicas, or there are several machines: leave it out, or use another algorithm"
+            "have unlike numbers of replicas, or machines are several: leave it out, or use another algorithm"
         )
     needs, memory = found.fewest_bytes, platform.memory_bytes
     largest = max(needs)
