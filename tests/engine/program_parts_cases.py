@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from deepspeed_partition.engine import TiedModule
 from deepspeed_partition.engine import engine as engine_of_plans
 from deepspeed_partition.engine.pipeline import drawn_data
+from deepspeed_partition.planner.errors import PlanMismatchError
 from tests.engine import plans
 from tests.engine.pipelines import WIDTH, mlp, two_groups
 from tests.engine.running import NUM_MICRO_BATCHES, batches, mine, planned, raised, same, start, train
@@ -134,6 +135,21 @@ def a_loss_with_the_whole_model(folder: Path) -> None:
             engine.load_checkpoint(str(folder))
         losses.append(found + train(engine, data[2:]))
     same(losses[1], losses[0])
+
+
+def universal_checkpoints_of_other_groups(folder: Path) -> None:
+    """DeepSpeed left weights of groups that rank 0 had not as they were, in silence."""
+    file = folder / "last" / "zero" / "optimizer_state.pt"
+    config = {**ZERO_1, "bf16": {"enabled": True}, "checkpoint": {"load_universal": True}}
+    engine, _, _ = start(mlp(), [0, 3, 8], config, optimizer=two_groups)
+    groups = len(engine.optimizer.param_groups)
+    if _is_first():
+        file.parent.mkdir(parents=True)
+        (folder / "latest_universal").write_text("last")
+        torch.save({"param_groups": [{}] * (groups + 1)}, file)
+    torch.distributed.barrier()
+    with raised(PlanMismatchError, f"has the settings of {groups + 1} parameter groups, and rank 0 has {groups}"):
+        engine.load_checkpoint(str(folder))
 
 
 class SendsLabels:
@@ -369,7 +385,7 @@ def a_schedule_without_the_states_of_its_optimizer(folder: Path) -> None:
 
 CASES = [
     data_that_are_sent_between_the_ends, a_loss_with_a_weight_of_a_layer, a_loss_with_the_whole_model,
-    a_loss_that_is_compiled,
+    a_loss_that_is_compiled, universal_checkpoints_of_other_groups,
     what_a_function_of_data_holds, labels_in_an_object_that_is_filled_again,
     what_a_program_does_with_micro_batches, schedules_of_other_forms, data_that_end_where_the_plan_is_made,
     a_schedule_without_the_states_of_its_optimizer,

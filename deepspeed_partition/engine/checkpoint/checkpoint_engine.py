@@ -28,6 +28,7 @@ from deepspeed_partition.engine.checkpoint.loaded_schedule import ListsOfGroups
 from deepspeed_partition.engine.checkpoint.saved_cut import SavedCut
 from deepspeed_partition.engine.checkpoint.saved_state import SavedState
 from deepspeed_partition.engine.checkpoint.tied_modules import load_ties, save_ties
+from deepspeed_partition.engine.checkpoint.universal import refuse_other_groups
 from deepspeed_partition.engine.checkpoint.unpickling import Reader
 from deepspeed_partition.engine.pipeline.parts import in_words, parts_here
 from deepspeed_partition.engine.pipeline.stages import StagesModule, allocation_of
@@ -277,9 +278,14 @@ class ResumingEngine(MovingEngine):
 
     def _load_found(self, found: Found | None, bound: inspect.BoundArguments) -> tuple[Any, Any]:
         """Load what was found; as DeepSpeed does where nothing was."""
+        options = bound.arguments
         if found is None:
+            if self.load_universal_checkpoint() and self.zero_optimization():
+                folder = saved_cut.folder_to_load(options["load_dir"], options["tag"], universal=True)
+                if folder is not None:
+                    refuse_other_groups(folder, self.optimizer)
             return super().load_checkpoint(*bound.args, **bound.kwargs)
-        options, layout = bound.arguments, found.layout
+        layout = found.layout
         states: dict[str, ParameterState] | None = None
         lists = ListsOfGroups(self.lr_scheduler)
         if layout is None and found.cut is None and self.optimizer is not None and _is_whole(options):
