@@ -683,7 +683,9 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
                 self._rests.end()
                 self._rests = None
             if self._metrics is not None:
-                self._metrics.end(self._data_parallel_group())
+                predicts = self._module.trainer.state.fn == "predict"
+                num_alike = self.world_size // self._num_pipelines() if predicts else 1
+                self._metrics.end(self._data_parallel_group(), num_alike)
                 self._metrics = None
             self._stop_watching_hooks()
             self._engine.retire()

@@ -241,16 +241,35 @@ class BetweenPipelines:
             "counts some of those data more often than others. Call its reset() before fit",
         )
 
-    def end(self, group: Any) -> None:
+    def end(self, group: Any, num_alike: int) -> None:
         """Let the metrics go on without the strategy, as long as they have what this run has told them.
 
         Args:
             group: Has a rank of each pipeline.
+            num_alike: How many ranks have returned the same predictions; 1: there are none.
         """
         Metric._sync_dist = _SYNC_DIST  # type: ignore[method-assign]
+        if num_alike > 1:
+            Metric._sync_dist = _told_of_predictions(num_alike)  # type: ignore[method-assign,assignment]
         for own in self._set.values():
             own.run_ends(group)
         self._set.clear()
+
+
+def _told_of_predictions(num_ranks: int) -> Callable[..., None]:
+    """How a metric that a script makes gathers after ``trainer.predict``: as torchmetrics does, which is said."""
+
+    def sync(metric: Metric, dist_sync_fn: Any = gather_all_tensors, process_group: Any = None) -> None:
+        if dist_sync_fn is gather_all_tensors and process_group is None and metric.process_group is None:
+            warn_once(
+                "metric of predictions",
+                f"a {type(metric).__name__} that the script asks after trainer.predict gathers from all ranks, "
+                f"{num_ranks} of which have the same predictions each: its sums count them {num_ranks} times, means "
+                f"once. {type(metric).__name__}(sync_on_compute=False) counts those of its rank alone",
+            )
+        _SYNC_DIST(metric, dist_sync_fn, process_group)
+
+    return sync
 
 
 def gathered(tensor: Tensor, group: Any) -> list[Tensor]:

@@ -205,6 +205,25 @@ def sums_over_stages(host: Host) -> dict[str, Any]:
     return found
 
 
+class Predicts(cases.Classifier):
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0]).argmax(-1)
+
+
+def metrics_of_predictions(host: Host) -> dict[str, Any]:
+    """What is said of a metric that the script makes when predictions are there."""
+    from lightning_madpipe.steps import metrics
+
+    trainer = host.trainer(strategy={"algorithm": cases.CUT})
+    predicted = torch.cat(trainer.predict(seeded(Predicts), cases.loader(21)))
+    said: list[str] = []
+    with patch.object(metrics, "warn_once", lambda _, line: said.append(line)):
+        own, every = SumMetric(sync_on_compute=False), SumMetric()
+        for metric in (own, every):
+            metric.update(torch.ones(len(predicted)))
+        return {"own": float(own.compute()), "every": float(every.compute()), "said": said}
+
+
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     2: [
         metrics_made_in_hooks, metrics_asked_anywhere, loaders_asked_for_early, validation_at_intervals_of_time,
@@ -213,6 +232,6 @@ SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     4: [],
 }  # fmt: skip
 ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
-    2: [sums_over_stages],
+    2: [sums_over_stages, metrics_of_predictions],
     4: [metrics_asked_anywhere],
 }

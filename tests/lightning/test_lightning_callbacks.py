@@ -55,6 +55,14 @@ def test_two_stages_do_as_one_process(two: Records, case: str) -> None:
     assert_same(two.of(case), two.reference[case])
 
 
+def test_metrics_of_predictions_are_said_to_count_each_rank(two: Records) -> None:
+    for rank in two.ranks:
+        found = rank["metrics_of_predictions"]
+        assert (found["own"], found["every"]) == (21.0, 42.0)
+        [line] = found["said"]
+        assert "a SumMetric that the script asks after trainer.predict" in line and "count them 2 times" in line
+
+
 @pytest.mark.parametrize(
     "kind",
     [
