@@ -264,8 +264,8 @@ def _told_of_predictions(num_ranks: int) -> Callable[..., None]:
             warn_once(
                 "metric of predictions",
                 f"a {type(metric).__name__} that the script asks after trainer.predict gathers from all ranks, "
-                f"{num_ranks} of which have the same predictions each: its sums count them {num_ranks} times, means "
-                f"once. {type(metric).__name__}(sync_on_compute=False) counts those of its rank alone",
+                f"{num_ranks} of which have the same predictions each: its sums count them {num_ranks} times, "
+                f"means once. {type(metric).__name__}(sync_on_compute=False) counts those of its rank alone",
             )
         _SYNC_DIST(metric, dist_sync_fn, process_group)
 
