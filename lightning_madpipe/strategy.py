@@ -1039,12 +1039,12 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             self._rests = Rests(trainer, engine)
         stages = self.pipeline.mpu().get_pipe_parallel_group()
         self._metrics = BetweenPipelines(
-            module, lambda: trainer.callbacks, self.gather_state, self._num_pipelines(), stages, self._runs_a_step
+            module, lambda: trainer.callbacks, self.gather_state, self._num_pipelines(), stages, self._steps_of_run
         )
         self.leave_out_needless_advice()
 
-    def _runs_a_step(self) -> bool:
-        return self._runner is not None and self._runner.steps.running is not None
+    def _steps_of_run(self) -> UserSteps | None:
+        return None if self._runner is None else self._runner.steps
 
     def _is_in_last_stage(self, layer: int | str) -> bool:
         """Whether the stage behind which steps run has a layer, as layers lie now."""

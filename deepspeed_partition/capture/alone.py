@@ -6,7 +6,6 @@ their rank: code elsewhere that reads it would read a constant of the capture, o
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_partition.capture.recording import Call
-from deepspeed_partition.capture.structure import build, flatten, holds_plain
+from deepspeed_partition.capture.structure import build, flatten, plain_leaves
 from deepspeed_partition.capture.weights_without_data import WeightsWithoutData, storage_of
 from deepspeed_partition.capture.without_data import PadsNothing, data_like, hidden_modes, same_random_numbers
 from deepspeed_partition.tensor_values import has_memory, version_of
@@ -28,6 +27,8 @@ _NUMBERS_OF = (
     torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default,
 )  # fmt: skip
 """The operations that take plain numbers out of tensors."""
+_MOST_NUMBERS = 64
+"""Numbers of a constant that are looked at."""
 
 
 class LeftTensors:
@@ -54,8 +55,8 @@ class AloneRun:
     is_changed: list[bool]
     """Which of these it has changed in place."""
     result: Any
-    numbers: set[tuple[str, str]]
-    """What it has set and is no tensor: the owner's name below it, and that of the attribute."""
+    numbers: set[tuple[nn.Module, str]]
+    """Where it has set numbers or texts: the module that has the attribute, and the attribute's name."""
     buffers: set[int]
     """The storages of what stands for the buffers that it has changed."""
     in_place: list[torch.Tensor]
@@ -81,7 +82,8 @@ class _FollowsData(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._reads = reads
-        self._has_numbers = False
+        self._numbers: set[float] = set()
+        """The numbers that were taken out of data."""
         self._of_data: dict[int, weakref.ref[torch.Tensor]] = {}
         self._own: set[int] = set()
         self._before: dict[int, tuple[torch.Tensor, Any]] = {}
@@ -108,10 +110,10 @@ class _FollowsData(TorchDispatchMode):
         self._keep_written(func, args, kwargs)
         out = func(*args, **kwargs)
         is_of_data = torch.Tag.nondeterministic_seeded in func.tags or any(map(self._is_of_data, read))
-        if is_of_data and func in _NUMBERS_OF:
-            self._has_numbers = True
-        elif self._has_numbers and (not read or func is torch.ops.aten.lift_fresh.default):
-            is_of_data = True  # it may be made of such a number
+        if is_of_data and func in _NUMBERS_OF and type(out) in (int, float):
+            self._numbers.add(out)
+        elif self._numbers and not is_of_data:
+            is_of_data = self._is_made_of_numbers(func, args, kwargs)
         known = {storage_of(tensor) for tensor in read if has_memory(tensor)}
         for tensor in flatten(out)[0]:
             if isinstance(tensor, torch.Tensor):
@@ -120,6 +122,15 @@ class _FollowsData(TorchDispatchMode):
                 if has_memory(tensor) and storage_of(tensor) not in known:
                     self._own.add(storage_of(tensor))
         return out
+
+    def _is_made_of_numbers(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether an operation may make a tensor of a number that was taken out of data."""
+        if func is torch.ops.aten.lift_fresh.default:
+            [constant] = args
+            given = constant.flatten()[:_MOST_NUMBERS].tolist()
+        else:
+            given = flatten((args, kwargs))[0]
+        return any(type(each) in (int, float) and each in self._numbers for each in given)
 
     def _keep_written(self, func: Any, args: Any, kwargs: Any) -> None:
         for place, argument in enumerate(func._schema.arguments):
@@ -188,13 +199,13 @@ def run_alone(
     )
 
 
-def _plain_values_of(module: nn.Module) -> dict[tuple[str, str], Any]:
-    """The attributes of a module, and of those within it, that hold numbers and texts, as they are now."""
+def _plain_values_of(module: nn.Module) -> dict[tuple[nn.Module, str], Any]:
+    """The numbers and texts in attributes of a module, and of those within it, as they are now."""
     return {
-        (path, name): copy.deepcopy(value) if isinstance(value, dict | list | set) else value
-        for path, part in module.named_modules()
+        (part, name): plain
+        for part in module.modules()
         for name, value in vars(part).items()
-        if name not in _OF_TORCH and holds_plain(value)
+        if name not in _OF_TORCH and (plain := plain_leaves(value))
     }
 
 

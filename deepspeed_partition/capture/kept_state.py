@@ -116,8 +116,7 @@ def _keep_left_numbers(recording: Recording) -> None:
         CaptureError: the model's own code reads one.
     """
     by_time = {call.time: call for call in _modules_in(recording.root)}
-    for scope, below, name in recording.left_numbers:
-        path = ".".join(filter(None, (scope.target, below)))
+    for scope, path, name in recording.left_numbers:
         for around in (by_time[time] for time in reversed(scope.scopes)):
             if reads_attribute_of(recording.modules[around.target], recording.modules[path], path, name):
                 if around is recording.root:

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterator
 from types import FunctionType
 
+import torch
 from torch import nn
 
 from deepspeed_partition.capture.left_behind import is_no_librarys
@@ -30,6 +31,7 @@ def reads_attribute_of(reader: nn.Module, owner: nn.Module, path: str, name: str
            for key, each in vars(base).items()}  # fmt: skip
     methods = {key: each for key, each in own.items() if isinstance(each, FunctionType) and key != "forward"}
     reading = {name, *(key for key, each in methods.items() if loads_attribute(each.__code__, name))}
+    reading -= set(dir(torch.Tensor))  # of a variable they are a tensor's, most likely
     last = path.rpartition(".")[2]
     return any(_reads(function, reading, last) for function in search.functions)
 
@@ -40,12 +42,27 @@ def _reads(function: FunctionType, names: set[str], owner: str) -> bool:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, SyntaxError, TypeError, ValueError):
         return any(loads_attribute(function.__code__, name) for name in names)
-    own = set(function.__code__.co_varnames) - {next(iter(inspect.signature(function).parameters), "")}
+    own = set(_names_bound_to_members(tree))
+    if function.__name__ != "forward":
+        own |= {*inspect.signature(function).parameters} - {"self"}
     return any(
         node.attr in names and isinstance(node.ctx, ast.Load) and _may_be(node.value, owner, own)
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
     ) or any(_asks_by_name(node, names) for node in ast.walk(tree))
+
+
+def _names_bound_to_members(tree: ast.AST) -> Iterator[str]:
+    """The variables of loops, and those that get an attribute, an item or what a call returns."""
+    for node in ast.walk(tree):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.For | ast.comprehension):
+            targets = [node.target]
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute | ast.Subscript | ast.Call):
+            is_of_module = not isinstance(node.value, ast.Call) or getattr(node.value.func, "id", "") == "getattr"
+            targets = node.targets if is_of_module else []
+        for target in targets:
+            yield from (each.id for each in ast.walk(target) if isinstance(each, ast.Name))
 
 
 def _may_be(value: ast.expr, owner: str, variables: set[str]) -> bool:

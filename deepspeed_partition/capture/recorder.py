@@ -34,15 +34,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from deepspeed_partition.capture.alone import AloneRun, LeftTensors, run_alone
+from deepspeed_partition.capture.casts import OpenCasts, casts_now
 from deepspeed_partition.capture.decisions import Overwritten, Undecided, hang, must_be, must_give, must_stay
 from deepspeed_partition.capture.draws import Draws
+from deepspeed_partition.capture.gradients_within import RUN_BACKWARD, TAKE_GRADIENTS, ends_of, holds_all_between
 from deepspeed_partition.capture.left_behind import Held, Left, held_by
 from deepspeed_partition.capture.noted_graph import asked_by_torch, noted
 from deepspeed_partition.capture.recording import (
     Attribute,
     AttributeSet,
     Call,
-    Cast,
     Device,
     Effects,
     InPlace,
@@ -56,7 +57,7 @@ from deepspeed_partition.capture.recording import (
 from deepspeed_partition.capture.shown_texts import only_shows
 from deepspeed_partition.capture.sizes import Condition, CountedRange, Dimension, Shape, Size, number_of, size
 from deepspeed_partition.capture.source_lines import line_of, model_frame, model_line
-from deepspeed_partition.capture.structure import build, flatten, holds_plain, holds_tensors
+from deepspeed_partition.capture.structure import build, flatten, holds_tensors, plain_leaves
 from deepspeed_partition.capture.weights_without_data import State, WeightsWithoutData, storage_of
 from deepspeed_partition.capture.without_data import hidden_functions
 from deepspeed_partition.tensor_values import has_memory
@@ -75,6 +76,10 @@ class CaptureError(ValueError):
 
 class DrawsApartError(CaptureError):
     """A model whose own code draws random numbers outside of its modules, which no layer draws again."""
+
+
+class _UsesAnothers(Exception):
+    """A module that runs alone uses a weight of another one, and one around both can run alone."""
 
 
 @contextmanager
@@ -154,8 +159,6 @@ _SHAPE: Any = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _GRAD_FN: Any = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _SIZE = torch.Tensor.size
 _STRIDE, _LENGTH = torch.Tensor.stride, torch.Tensor.__len__
-_TAKE_GRADIENTS = (torch.autograd.grad, torch.Tensor.backward, torch.autograd.backward)
-_RUN_BACKWARD = "_engine_run_backward"
 _NUMBERS_OF = frozenset((
     torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__bool__,
     torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__, torch.Tensor.__complex__,
@@ -201,8 +204,7 @@ class Tape:
         self._outer_context = _state()
         self._random_units: set[int] = set()
         self._region = 0
-        self._named_casts: list[tuple[str, bool]] = []
-        """The regions of autocast that code is in: each one's type of device, and whether it names a type."""
+        self._casts = OpenCasts()
         self.draws = Draws(model)
         self._of_data: set[int] = set()
         """The values that are not made of sizes and buffers alone."""
@@ -218,8 +220,8 @@ class Tape:
         """The tensors of the program, by what they are called, that are neither weights nor buffers."""
         self._left_alone = LeftTensors()
         self._left_numbers: list[tuple[Call, str, str]] = []
-        self._set_alone: set[tuple[str, str]] | None = None
-        """What a module that runs alone sets: plain values, by the names of their owners and their own."""
+        self._set_alone: set[tuple[nn.Module, str]] | None = None
+        """Where a module that runs alone sets numbers and texts: the owner, and the attribute."""
         self._closing: Call | None = None
 
     # What another run has left behind
@@ -346,7 +348,7 @@ class Tape:
         sizes = self._sizes(func, args, kwargs)
         if sizes is not None:
             return sizes
-        if func in _TAKE_GRADIENTS:
+        if func in TAKE_GRADIENTS:
             self._takes_gradients(func.__name__, *args, **kwargs)
         given_leaves, structure = flatten((args, kwargs))
         if func is torch.Tensor.__bool__ and (known := self._decided(args[0])) is not None:
@@ -472,8 +474,8 @@ class Tape:
         """Note an attribute in which code may keep something for its next run."""
         owner = self._path_of.get(id(module))
         if self._set_alone is not None:
-            if owner is not None and name not in OF_HOSTS and holds_plain(value):
-                self._set_alone.add((owner, name))
+            if owner is not None and name not in OF_HOSTS and plain_leaves(value):
+                self._set_alone.add((module, name))
             return
         if self._inside or not self._scopes or owner is None or name in OF_HOSTS:
             return
@@ -612,13 +614,7 @@ class Tape:
         now, outer = _state(), self._outer_context
         if now == outer:
             return ()
-        named = dict(self._named_casts)  # the innermost of a kind is the last
-        casts = tuple(
-            Cast(None if kind == self.device.type else kind, enabled, dtype if named.get(kind) else None)
-            for (kind, enabled, dtype), (_, was_enabled, outer_dtype) in zip(now[1], outer[1], strict=True)
-            if (enabled, dtype) != (was_enabled, outer_dtype)
-        )
-        return now[0], casts
+        return now[0], self._casts.since(outer[1], self.device)
 
     # Modules
 
@@ -693,7 +689,7 @@ class Tape:
         try:
             with unset_fake_temporarily():
                 run = run_alone(module, args, kwargs, self.weights, self.device, self._reads_left)
-                run.numbers |= {(self._below(scope, owner), name) for owner, name in self._set_alone}
+                run.numbers |= self._set_alone
         except CaptureError:
             raise
         except Exception:
@@ -780,7 +776,8 @@ class Tape:
         for tensor in run.made_of_data:
             self._left_alone.add(tensor, scope)
         self._left_numbers = [each for each in self._left_numbers if scope.time not in each[0].scopes]
-        self._left_numbers += [(scope, owner, name) for owner, name in sorted(run.numbers)]
+        numbers = ((self._path_of.get(id(owner)), name) for owner, name in run.numbers)
+        self._left_numbers += [(scope, *each) for each in sorted((path, name) for path, name in numbers if path)]
         for each in self._in_place.values():
             kept = [place for place, by in enumerate(each.scopes) if not is_within(by, scope)]
             each.scopes = [each.scopes[place] for place in kept]
@@ -793,10 +790,6 @@ class Tape:
                 changed.scopes.append(scope)
                 changed.calls.append(scope)
 
-    @staticmethod
-    def _below(scope: Call, owner: str) -> str:
-        return owner.removeprefix(scope.target).removeprefix(".")
-
     def _reads_left(self, tensor: torch.Tensor) -> None:
         """Let a module stay whole that reads what one within it has left when it ran alone.
 
@@ -806,6 +799,8 @@ class Tape:
         scopes = [*self._scopes, *([] if self._closing is None else [self._closing])]
         if self._set_alone is not None and isinstance(tensor, FakeTensor):
             if (name := self.weights.name_of(tensor)) is not None:
+                if any(name.startswith(f"{scope.target}.") for scope in scopes[1:-1]):
+                    raise _UsesAnothers(name)  # one around both runs alone
                 raise CaptureError(USES_ANOTHERS.format(scopes[-1].target, name, model_line()))
             return
         left = self._left_alone.owner_of(tensor)
@@ -829,36 +824,21 @@ class Tape:
 
         return noting
 
-    def _takes_gradients(
-        self, function: str, outputs: Any = None, inputs: Any = (), *_: Any, **named: Any
-    ) -> None:
+    def _takes_gradients(self, function: str, *args: Any, **kwargs: Any) -> None:
         """Note that code takes gradients: across a boundary a layer has a part of the graph alone.
 
         A module around all of it that they go through stays whole.
         """
         if self._inside or not self._scopes or self._is_steps():
             return
-        outputs = named.get("outputs", named.get("tensors", outputs))
-        ends = named.get("inputs", inputs if function == "grad" else ())
+        outputs, inputs = ends_of(function, *args, **kwargs)
         for scope in reversed(self._scopes):
             scope.why_whole = scope.why_whole or f"its code takes gradients by {function}() ({model_line()})"
-            if scope.target and self._has_all_between(scope, outputs, ends if ends is not None else ()):
+            if scope.target and holds_all_between(
+                scope, outputs, inputs, self.values, lambda each: self._value_of.get(id(each)),
+                lambda each: self.weights.name_of(each) is not None,
+            ):  # fmt: skip
                 break
-
-    def _has_all_between(self, scope: Call, outputs: Any, inputs: Any) -> bool:
-        """Whether a module has made all that gradients of outputs go through to inputs; without any, to leaves."""
-        if not all(self._is_made_in(scope, each) for each in _tensors_in(outputs)):
-            return False
-        ends = [each for each in _tensors_in(inputs) if not self._is_made_in(scope, each)]
-        if not ends and _tensors_in(inputs):
-            return True  # what is between was made since
-        arguments = {ref for ref in scope.given.refs() if self.values[ref].requires_grad}
-        numbers = {self._value_of.get(id(each)) for each in ends if self.weights.name_of(each) is None}
-        return numbers <= arguments and not arguments - numbers
-
-    def _is_made_in(self, scope: Call, tensor: torch.Tensor) -> bool:
-        number = self._value_of.get(id(tensor))
-        return number is not None and scope.time in self.values[number].scopes
 
     def _uses_graph(self, function: str) -> None:
         """Note that code registers hooks on a graph: what is written down would not do so again."""
@@ -923,7 +903,7 @@ class Tape:
             self._attribute_set(module, name, value)
             set_attribute(module, name, value)
 
-        run_backward: Any = getattr(torch.autograd, _RUN_BACKWARD, None)
+        run_backward: Any = getattr(torch.autograd, RUN_BACKWARD, None)
 
         def taken(outputs: Any, *args: Any, **kwargs: Any) -> Any:
             self._takes_gradients("backward", outputs, inputs=kwargs.get("inputs", args[3:4]))
@@ -938,22 +918,6 @@ class Tape:
 
         length = builtins.len
 
-        enter_cast, leave_cast, make_cast = (
-            vars(torch.autocast)[name] for name in ("__enter__", "__exit__", "__init__")
-        )
-
-        def cast_made(cast: Any, kind: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
-            make_cast(cast, kind, dtype, *args, **kwargs)
-            cast._madpipe_names_dtype = dtype is not None
-
-        def cast_entered(cast: Any) -> Any:
-            self._named_casts.append((cast.device, getattr(cast, "_madpipe_names_dtype", False)))
-            return enter_cast(cast)
-
-        def cast_left(cast: Any, *error: Any) -> Any:
-            self._named_casts.pop()
-            return leave_cast(cast, *error)
-
         def length_of(value: Any) -> Any:
             """Let ``len(x)`` be the same number as ``x.shape[0]``, which Python would make a plain one."""
             if isinstance(value, torch.Tensor) and self._scopes and not self._inside and value.dim():
@@ -967,10 +931,9 @@ class Tape:
                 stack.enter_context(patched(owner, name, self._noting_seeds(name, getattr(owner, name))))
             stack.enter_context(patched(builtins, "len", length_of))
             stack.enter_context(patched(builtins, "range", CountedRange))
-            for name, noting in (("__init__", cast_made), ("__enter__", cast_entered), ("__exit__", cast_left)):
-                stack.enter_context(patched(torch.autocast, name, noting))
-            if run_backward is not None:  # torch before 2.13 shows no mode a call of torch.autograd.backward()
-                stack.enter_context(patched(torch.autograd, _RUN_BACKWARD, taken))
+            stack.enter_context(self._casts.noted())
+            if run_backward is not None:
+                stack.enter_context(patched(torch.autograd, RUN_BACKWARD, taken))
             stack.enter_context(patched(nn.Module, "__call__", called))
             stack.enter_context(patched(nn.Module, "__setattr__", set_noted))
             stack.enter_context(patched(torch._C.ScriptFunction, "__call__", scripted))
@@ -1034,10 +997,6 @@ class Tape:
     def _call_model(self, args: Any, kwargs: Any) -> Any:
         self._module_names.pop(id(self.model), None)
         return self.call(*args, **kwargs)
-
-
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor)]
 
 
 DECIDES = "its code decides by the numbers in a tensor"
@@ -1110,10 +1069,7 @@ def _with_values(func: Any, leaves: Sequence[Any]) -> Sequence[Any]:
 
 def _state() -> tuple[Any, ...]:
     """Whether gradients are on, and autocast by device."""
-    casts = tuple(
-        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
-    )
-    return torch.is_grad_enabled(), casts
+    return torch.is_grad_enabled(), casts_now()
 
 
 _RECORDING: list[Tape] = []

@@ -191,7 +191,7 @@ class Recording:
     unfilled: dict[str, Call] = field(default_factory=dict)
     """What code fills, or changes, and does not read in its next run, with the module whose code does."""
     left_numbers: list[tuple[Call, str, str]] = field(default_factory=list)
-    """What modules that ran alone have set, and what is no tensor: the call, the owner below it, the attribute."""
+    """Where modules that ran alone have set numbers and texts: the call, the owner's name, the attribute's."""
 
 
 def is_within(call: Call, scope: Call) -> bool:

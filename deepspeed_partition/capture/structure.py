@@ -148,11 +148,11 @@ def _data_class_taken_apart(value: Any) -> tuple[list[Any], list[str], Callable[
     return [getattr(value, name) for name in names], names, make
 
 
-def holds_plain(value: Any) -> bool:
-    """Whether a value is a number, a flag or a text, or a container of some and of no tensors."""
-    leaves, _ = flatten(sorted(value, key=repr) if isinstance(value, set | frozenset) else value)
-    plain = [leaf for leaf in leaves if isinstance(leaf, bool | int | float | str)]
-    return bool(plain) and not any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+def plain_leaves(value: Any) -> list[tuple[str, Any]]:
+    """The numbers, flags and texts of a value, or in a container, each with the name of its place."""
+    leaves, structure = flatten(sorted(value, key=repr) if isinstance(value, set | frozenset) else value)
+    both = zip(names_of(structure), leaves, strict=True)
+    return [(name, leaf) for name, leaf in both if isinstance(leaf, bool | int | float | str)]
 
 
 def holds_tensors(value: Any, depth: int = _DEPTH) -> bool:

@@ -8,10 +8,10 @@ between pipelines it gathers as torchmetrics does.
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import FunctionType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -20,11 +20,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from deepspeed_partition.code_names import STEPS, globals_in
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 from deepspeed_partition.engine.runtime.environment import warn_once
-from deepspeed_partition.given_modules import reached
-from deepspeed_partition.hidden_modules import hidden_modules
 from deepspeed_partition.planner.units import counted
 from lightning_madpipe.module import outside_pipeline
 from lightning_madpipe.steps.batches import tensors_of
@@ -61,20 +58,54 @@ def metrics_in_containers(module: nn.Module) -> dict[str, Metric]:
     return found
 
 
-def metrics_beside(module: nn.Module) -> Iterator[Metric]:
-    """The metrics that a LightningModule's steps may tell, and that are sent to no other rank.
+MOST_COLLECTED = 4
+"""How often it is looked whether a metric that a step has made is gone when the step has ended."""
 
-    Those in lists, dicts and objects that it holds, and those that its steps name as variables of their file.
+
+class ToldElsewhere:
+    """Whether steps have told a metric that is sent to no other rank: one in a list, in a variable, of a meter.
+
+    The rank that runs steps notes them, and its pipeline learns with what comes of a batch that there is one.
     """
-    named = [
-        function.__globals__.get(name)
-        for function in (getattr(type(module), step, None) for step in STEPS)
-        if isinstance(function, FunctionType)
-        for name in globals_in(function.__code__)
-    ]
-    held = [*hidden_modules(module).values(), *reached(named)]
-    yield from (each for part in held if isinstance(part, nn.Module) for each in part.modules()
-                if isinstance(each, Metric))  # fmt: skip
+
+    def __init__(self) -> None:
+        self._metrics: dict[int, ref[Metric]] = {}
+        self._made_by_steps: dict[int, ref[Metric]] = {}
+        self._is_known = False
+        self._times_collected = 0
+
+    def made(self, metric: Metric) -> None:
+        """Note one that a step makes, perhaps for itself alone."""
+        self._made_by_steps[id(metric)] = ref(metric)
+
+    def note(self, metric: Metric) -> None:
+        """Note one that a step tells something."""
+        self._metrics[id(metric)] = ref(metric)
+
+    def __bool__(self) -> bool:
+        return self._is_known
+
+    def look(self) -> bool:
+        """Whether there is one, when the steps of a batch have ended."""
+        if not self._is_known and self._metrics:
+            told, made = self._alive(self._metrics), self._alive(self._made_by_steps)
+            if told and told <= made and self._times_collected < MOST_COLLECTED:
+                self._times_collected += 1
+                gc.collect()  # a metric refers to itself
+                told = self._alive(self._metrics)
+                self._is_known = bool(told)
+            else:
+                self._is_known = not told <= made
+            self._metrics.clear()
+        return self._is_known
+
+    @staticmethod
+    def _alive(metrics: dict[int, ref[Metric]]) -> set[int]:
+        return {key for key, each in metrics.items() if each() is not None}
+
+    def learn(self, is_told: bool) -> None:
+        """Learn of it from the rank that runs steps."""
+        self._is_known |= is_told
 
 
 def named_with_class(name: str, metric: Metric) -> str:
@@ -93,7 +124,7 @@ def metrics_of_callbacks(callbacks: Iterable[Any], module: nn.Module) -> list[Me
     return [part for value in modules for part in value.modules() if isinstance(part, Metric)]
 
 
-_SYNC_DIST = Metric._sync_dist
+_SYNC_DIST, _SET = Metric._sync_dist, Metric.__setattr__
 COUNTS = ("_update_count", "_num_vals_seen")
 """What torchmetrics counts in a metric, and in a ``Running`` one, when it is told something."""
 
@@ -172,7 +203,7 @@ class BetweenPipelines:
         gather: A tensor of each pipeline.
         num_pipelines: How many there are.
         stages: The process group of the ranks of a pipeline.
-        is_step: Whether a step runs now, or is tried.
+        steps: Gives what runs the user's steps.
     """
 
     def __init__(
@@ -182,13 +213,13 @@ class BetweenPipelines:
         gather: Callable[[Tensor], list[Tensor]],
         num_pipelines: int,
         stages: Any,
-        is_step: Callable[[], bool],
+        steps: Callable[[], Any],
     ) -> None:
         self._module, self._callbacks, self._gather = module, callbacks, gather
         self._num_pipelines = num_pipelines
         self._set: dict[int, GathersBetweenPipelines] = {}
         """What was set in this run, by its ``id``."""
-        self._stages, self._is_step = stages, is_step
+        self._stages, self._steps = stages, steps
         self.look()
         between = self
 
@@ -199,6 +230,21 @@ class BetweenPipelines:
         # For metrics without a function of their own, such as one that a hook makes and asks. A method of
         # torchmetrics (1.0 to 1.8).
         Metric._sync_dist = sync  # type: ignore[method-assign,assignment]
+
+        def set_noted(metric: Metric, name: str, value: Any) -> None:
+            if name == COUNTS[0] and between._is_step():
+                told = between._steps().told_elsewhere
+                if name not in vars(metric):
+                    told.made(metric)
+                elif value and metric.dist_sync_fn is None and metric.process_group is None:
+                    told.note(metric)
+            _SET(metric, name, value)
+
+        Metric.__setattr__ = set_noted  # type: ignore[method-assign,assignment]
+
+    def _is_step(self) -> bool:
+        steps = self._steps()
+        return steps is not None and steps.running is not None
 
     def function_for(self, metric: Metric, function: Any, group: Any) -> Any:
         """With what a metric gathers. Collective over all ranks where steps may have told it, and a hook asks.
@@ -212,8 +258,12 @@ class BetweenPipelines:
         def between(tensor: Tensor, group: Any = None) -> list[Tensor]:
             return self._gather(tensor)
 
-        if self._is_step() or not any(metric is each for each in metrics_beside(self._module)):
-            return between  # a step runs on the last stage alone, and what a hook has made it has told, too
+        if self._is_step():
+            return between  # it runs on the last stage alone
+        steps = self._steps()
+        is_told = torch.tensor(int(steps is not None and bool(steps.told_elsewhere)), device=metric.device)
+        if not any(map(bool, self._gather(is_told))):
+            return between  # hooks have told it, on all ranks of a pipeline
         numbers = set(gather_objects(getattr(metric, COUNTS[0], 0), self._stages))
         # Pipelines whose steps have told it nothing do as those do whose have.
         are_alike = self._gather(torch.tensor(int(len(numbers) == 1), device=metric.device))
@@ -248,9 +298,9 @@ class BetweenPipelines:
             group: Has a rank of each pipeline.
             num_alike: How many ranks have returned the same predictions; 1: there are none.
         """
-        Metric._sync_dist = _SYNC_DIST  # type: ignore[method-assign]
+        Metric.__setattr__, Metric._sync_dist = _SET, _SYNC_DIST  # type: ignore[method-assign]
         if num_alike > 1:
-            Metric._sync_dist = _told_of_predictions(num_alike)  # type: ignore[method-assign,assignment]
+            Metric._sync_dist = _told_of_predictions(num_alike)  # type: ignore[method-assign]
         for own in self._set.values():
             own.run_ends(group)
         self._set.clear()

@@ -49,6 +49,8 @@ class Outcome(NamedTuple):
     """The tensors of each batch that its step has changed in place, by their places in it."""
     contents: list[list[Changed]]
     """What its step has put into each batch, taken out and replaced."""
+    tells_elsewhere: bool = False
+    """Whether steps have told a metric that is sent to no other rank."""
 
 
 class Outcomes:
@@ -162,6 +164,7 @@ class Outcomes:
         for run, contents in zip(window, outcome.contents, strict=False):
             change_alike(run.given, contents)
         self._steps.draws.put(outcome.draws)
+        self._steps.told_elsewhere.learn(outcome.tells_elsewhere)
         if step == "training_step":
             outcome = outcome._replace(error=self._error_anywhere(outcome.error))
         if outcome.error is not None:
@@ -200,7 +203,10 @@ class Outcomes:
                 "it runs at the end of the window: hooks such as on_train_batch_end see it of the last batch of a "
                 "window only. Use it in the step, or do not accumulate"
             )
-        return Outcome(results, changes, calls, self._stops(window, step), error, draws, batches, contents)
+        return Outcome(
+            results, changes, calls, self._stops(window, step), error, draws, batches, contents,
+            self._steps.told_elsewhere.look(),
+        )  # fmt: skip
 
     def _way_to_one_run(self, step: str) -> str:
         """The option with which a step that has run for each micro-batch runs once for a batch, in words."""

@@ -55,6 +55,7 @@ from lightning_madpipe.steps.loss_signs import (
     kind_of,
 )
 from lightning_madpipe.steps.losses import TOLERANCE, Tried
+from lightning_madpipe.steps.metrics import ToldElsewhere
 from lightning_madpipe.steps.micro_batches import LogCall, MicroBatch
 from lightning_madpipe.steps.other_weights import loss_depends_on_weights, other_weight, uses_weights
 from lightning_madpipe.steps.own_generators import OwnGenerators
@@ -154,7 +155,7 @@ class UserSteps:
         self._error = error
         self._ignored = ignored
         self._logs = LogCalls(module, error)
-        self.told_metrics = ToldMetrics(module, self._say)
+        self.told_metrics, self.told_elsewhere = ToldMetrics(module, self._say), ToldElsewhere()
         self._shapes_of_pieces: dict[Any, list[tuple[int, ...]]] = {}
         self._dims: dict[str, Dims] = {}
         self._of_whole: dict[str, tuple[int, list[Tensor]]] = {}

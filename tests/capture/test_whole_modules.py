@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -322,6 +325,127 @@ def test_a_buffer_that_such_a_module_changes_is_used_by_its_layer(leaves):
     torch.testing.assert_close(run_in_order(layers, x), expected)
 
 
+class Deciding(nn.Module):
+    """Decides by data, and does more as others do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if (x > 100).any():
+            x = torch.nan_to_num(x)
+        return self.linear(x)
+
+
+class Counted(nn.Module):
+    """What several modules that decide by data share: an expert, with a count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.num_calls = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        return self.linear(x)
+
+
+class SharesExpert(Deciding):
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.shared = shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.shared(super().forward(x))
+
+
+class Configured(Deciding):
+    """Has attributes of objects that no copy is made of, and that are not compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = {"mean": np.zeros(3), "lock": threading.Lock(), "object": object(), "factor": 3}
+        self.shape: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.shape = x.shape
+        return super().forward(x).view(self.shape)
+
+
+@functools.lru_cache
+def mask(length: int) -> torch.Tensor:
+    return torch.tril(torch.ones(length, length))
+
+
+class Masked(Deciding):
+    """Makes a constant after it has looked at data, and keeps it for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        if self.own is None:
+            self.own = torch.ones(WIDTH)
+        return mask(len(x)) @ x * self.own
+
+
+class UsesSibling(Deciding):
+    def __init__(self, sibling: nn.Linear) -> None:
+        super().__init__()
+        self.siblings = [sibling]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) @ self.siblings[0].weight
+
+
+class HasSiblings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sibling = nn.Linear(WIDTH, WIDTH)
+        self.uses = UsesSibling(self.sibling)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.uses(self.sibling(x))
+
+
+class Several(nn.Module):
+    """Several modules one after the other, whose code reads something of them."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts, self.last = nn.ModuleList(parts), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        num_samples, _ = x.shape
+        factor = 1
+        for part in self.parts:
+            x = part(x)
+            factor *= part.config["factor"] if isinstance(part, Configured) else 1
+        return self.last(x) * factor / num_samples
+
+
+def ordinary_parts() -> dict[str, list[nn.Module]]:
+    shared, again = Counted(), Masked()
+    return {
+        "a shared expert": [SharesExpert(shared), SharesExpert(shared)],
+        "attributes of any kind": [Configured(), Configured()],
+        "constants behind data": [Masked(), Masked()],
+        "a block that runs twice": [again, again],
+        "a weight of a sibling": [HasSiblings(), HasSiblings()],
+    }
+
+
+@pytest.mark.parametrize("kind", ordinary_parts())
+def test_what_modules_that_decide_by_data_do_ordinarily_hinders_nothing(kind):
+    mask.cache_clear()
+    model = Several(*ordinary_parts()[kind])
+    layers = captured_layers(model, torch.randn(4, WIDTH))
+    x = torch.randn(4, WIDTH)
+    torch.testing.assert_close(run_in_order(layers, x), model(x))
+
+
 # A buffer that changes in one state alone
 
 
@@ -490,6 +614,33 @@ def test_a_size_that_code_only_shows_may_change(way):
 
 
 # Autocast on another device than that of the capture
+
+
+class NamesType(Blocks):
+    """Its regions name a type that is the default of the CPU: at once, around another region, and when made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.region = torch.autocast("cpu", dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device_type=x.device.type, dtype=torch.bfloat16):
+            x = self.first(x)
+            with torch.autocast(x.device.type):
+                x = self.blocks[0](x)
+        with self.region:
+            x = self.blocks[1](x)
+        return self.last(x.float())
+
+
+def test_a_region_that_names_its_type_keeps_it():
+    layers = captured_layers(NamesType(), torch.randn(3, WIDTH))
+    programs = next(iter(layers.recipe.programs.values()))
+    casts = [cast for program in programs for step in program.steps if step.context for cast in step.context[1]]
+    assert len(casts) >= 3 and all(cast.enabled and cast.dtype is torch.bfloat16 for cast in casts)
+    model = layers.captured.model
+    x = torch.randn(3, WIDTH)
+    torch.testing.assert_close(run_in_order(layers, x), model(x))
 
 
 class InFull(Blocks):

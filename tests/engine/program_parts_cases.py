@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from deepspeed.pipe import LayerSpec
 from torch import nn
 from torch.nn import functional as F
 
@@ -186,6 +187,51 @@ def data_that_are_sent_between_the_ends(_: Path) -> None:
     items = mine(engine, data)
     with raised(RuntimeError, "the data iterator calls torch.distributed.send() for rank 1", '"contiguous"'):
         engine.train_batch(SendsLabels(items))
+
+
+class Scaled(nn.Module):
+    """A loss with a weight of the model that no layer has."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.scale = model.scale
+
+    def forward(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(outputs * self.scale, labels)
+
+
+class PartOf(nn.Module):
+    """A layer that is made of a part of a model that it is given."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        super().__init__()
+        self.part = model.get_submodule(name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(x)
+
+
+def a_loss_with_a_weight_of_its_own(folder: Path) -> None:
+    """Of a model that specifications are given, and that no layer takes."""
+    data, losses = batches(4), []
+    for resumes in (False, True):
+
+        def begin(seed: int) -> Any:
+            torch.manual_seed(seed)
+            model = nn.Module()
+            model.first, model.act, model.last = nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4)
+            model.scale = nn.Parameter(torch.ones(()))
+            specs = [LayerSpec(PartOf, model, name) for name in ("first", "act", "last")]
+            return start(specs, [0, 2, 3], loss_fn=Scaled(model), optimizer=two_groups)[0]
+
+        engine = begin(0)
+        found = train(engine, data[:2])
+        if resumes:
+            engine.save_checkpoint(str(folder))
+            engine = begin(1)
+            engine.load_checkpoint(str(folder))
+        losses.append(found + train(engine, data[2:]))
+    same(losses[1], losses[0])
 
 
 def a_loss_that_is_compiled(_: Path) -> None:
@@ -385,7 +431,7 @@ def a_schedule_without_the_states_of_its_optimizer(folder: Path) -> None:
 
 CASES = [
     data_that_are_sent_between_the_ends, a_loss_with_a_weight_of_a_layer, a_loss_with_the_whole_model,
-    a_loss_that_is_compiled, universal_checkpoints_of_other_groups,
+    a_loss_with_a_weight_of_its_own, a_loss_that_is_compiled, universal_checkpoints_of_other_groups,
     what_a_function_of_data_holds, labels_in_an_object_that_is_filled_again,
     what_a_program_does_with_micro_batches, schedules_of_other_forms, data_that_end_where_the_plan_is_made,
     a_schedule_without_the_states_of_its_optimizer,

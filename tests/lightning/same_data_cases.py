@@ -53,7 +53,6 @@ class Asking(cases.Classifier):
         self.table = {"means": MeanMetric()}
         self.later = [MeanMetric(), SumMetric()]
         self.one = cases.samples(48)[5][0]
-        self.of_rank_0: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -62,22 +61,21 @@ class Asking(cases.Classifier):
             self.later[1].update(21.0)
         return loss
 
+    def _shared(self, x: torch.Tensor) -> None:
+        SEEN.update(x.mean())
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
         own = MulticlassAccuracy(cases.NUM_CLASSES, average="micro")
         own.update(self(x), y)
         self.table["means"].update(x.mean())
-        SEEN.update(x.mean())
+        self._shared(x)
         self.log("own", own.compute())
         self.log("means", self.table["means"].compute())
 
     def on_validation_epoch_end(self) -> None:
         self.log("of_file", SEEN.compute())
         SEEN.reset()
-        if self.trainer.is_global_zero and self.trainer.world_size < 4:  # else it waits, as under DDP
-            of_hook = MeanMetric()
-            of_hook.update(3.0)
-            self.of_rank_0.append(float(of_hook.compute()))
 
     def on_train_epoch_end(self) -> None:
         for number, metric in enumerate(self.later):
@@ -151,7 +149,7 @@ def metrics_asked_anywhere(host: Host) -> dict[str, Any]:
         host, module, max_epochs=2, data=cases.loader(48), validation=cases.loader(32, seed=3),
         strategy={"num_stages": 2}, use_distributed_sampler=True,
     )  # fmt: skip
-    return {**end(trainer), "of_rank_0": module.of_rank_0 if trainer.is_global_zero else [3.0, 3.0, 3.0]}
+    return end(trainer)
 
 
 def loaders_asked_for_early(host: Host) -> dict[str, Any]:
@@ -205,6 +203,32 @@ def sums_over_stages(host: Host) -> dict[str, Any]:
     return found
 
 
+class AskedByRank0(cases.Classifier):
+    """Makes a metric in a hook of one rank, as programs do that print something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_rank_0: list[float] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        own = MulticlassAccuracy(cases.NUM_CLASSES, average="micro")
+        own.update(self(batch[0]), batch[1])
+        self.log("own", own.compute())
+
+    def on_validation_epoch_end(self) -> None:
+        if self.trainer.is_global_zero:
+            of_hook = MeanMetric()
+            of_hook.update(3.0)
+            self.of_rank_0.append(float(of_hook.compute()))
+
+
+def metrics_of_one_rank(host: Host) -> dict[str, Any]:
+    """It waited for ever for the others."""
+    module = seeded(AskedByRank0)
+    trainer = trained(host, module, max_epochs=2, validation=cases.loader(32, seed=3))
+    return {**end(trainer), "of_rank_0": module.of_rank_0 if trainer.is_global_zero else [3.0, 3.0, 3.0]}
+
+
 class Predicts(cases.Classifier):
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self(batch[0]).argmax(-1)
@@ -226,8 +250,8 @@ def metrics_of_predictions(host: Host) -> dict[str, Any]:
 
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     2: [
-        metrics_made_in_hooks, metrics_asked_anywhere, loaders_asked_for_early, validation_at_intervals_of_time,
-        throughput_of_evaluation, batches_that_are_absent,
+        metrics_made_in_hooks, metrics_asked_anywhere, metrics_of_one_rank, loaders_asked_for_early,
+        validation_at_intervals_of_time, throughput_of_evaluation, batches_that_are_absent,
     ],
     4: [],
 }  # fmt: skip

@@ -45,8 +45,8 @@ def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         "resumed_on_other_stages", "optimizers", "own_steps", "settings", "loggers", "profilers",
         "after_an_exception", "averages", "averages_resumed", "kept_weights", "kept_far_away",
         "kept_with_buffers", "kept_in_one_shape", "kept_where_orders_coincide", "metrics_made_in_hooks",
-        "metrics_asked_anywhere", "loaders_asked_for_early", "validation_at_intervals_of_time",
-        "throughput_of_evaluation", "batches_that_are_absent",
+        "metrics_asked_anywhere", "metrics_of_one_rank", "loaders_asked_for_early",
+        "validation_at_intervals_of_time", "throughput_of_evaluation", "batches_that_are_absent",
     ],
 )  # fmt: skip
 def test_two_stages_do_as_one_process(two: Records, case: str) -> None:

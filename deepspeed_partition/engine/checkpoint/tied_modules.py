@@ -17,8 +17,7 @@ from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
-from deepspeed_partition.engine.pipeline.parts import held_modules, loss_part_of
-from deepspeed_partition.engine.pipeline.shared_weights import modules_before_building
+from deepspeed_partition.engine.pipeline.parts import LOSS, held_modules, loss_part_of
 from deepspeed_partition.engine.pipeline.tied_copies import forms_with_functions
 
 LOSS_FILE = "madpipe-loss.pt"
@@ -50,9 +49,7 @@ def save_ties(folder: Path, module: PipelineModule) -> None:
         return
     loss = loss_part_of(module)
     if loss is not None and module.stage_owner(loss.layers[0]) == module.stage_id:
-        state = module.loss_fn.state_dict()
-        own = {name: value for name, value in state.items() if name not in _of_layers(module)}
-        torch.save(clone_tensors_for_torch_save(own), folder / LOSS_FILE)
+        torch.save(clone_tensors_for_torch_save(module.loss_fn.state_dict()), folder / LOSS_FILE)
     for copy in _copies(module):
         state = clone_tensors_for_torch_save(copy.module.state_dict())  # ZeRO's are parts of something larger
         own = {name: value for name, value in state.items() if name not in copy.shared_names}
@@ -73,7 +70,7 @@ def load_ties(
         read: Gives the content of a file.
     """
     if loss_part_of(module) is not None and (state := _read(folder / LOSS_FILE, read)):
-        of_layers = _of_layers(module)
+        of_layers = _of_layers_here(module)
         loaded = module.loss_fn.load_state_dict(
             {name: value for name, value in state.items() if name not in of_layers},
             strict=strict and not of_layers,
@@ -91,9 +88,9 @@ def load_ties(
             copy.module.load_state_dict(state, strict=strict)
 
 
-def _of_layers(module: PipelineModule) -> set[str]:
-    """The tensors of the loss, by name, that a layer has, too, and that are saved and loaded as the layer's."""
-    parts = [part for spec in module._layer_specs for part in modules_before_building(spec)]
+def _of_layers_here(module: PipelineModule) -> set[str]:
+    """The tensors of the loss, by name, that a layer of this rank has, too, and that are loaded as the layer's."""
+    parts = [part for name, part in held_modules(module).items() if name != LOSS]
     of_layers = {id(tensor) for part in parts for tensor in (*part.parameters(), *part.buffers())}
     return {name for name, tensor in module.loss_fn.state_dict(keep_vars=True).items() if id(tensor) in of_layers}
 

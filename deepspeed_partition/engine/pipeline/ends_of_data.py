@@ -7,6 +7,7 @@ one rank has both stages, no other rank of the pipeline reads data, and nobody w
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -20,8 +21,10 @@ NOBODY_ELSE = (
     "last stage of this plan: no other rank of the pipeline reads data, so that this would wait for ever. Set "
     '"algorithm": "contiguous" in pipeline.madpipe, which keeps the two stages on two ranks'
 )
-_PEERS = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}
-"""The functions that send to a rank or receive from one, and the name of its argument, which is the second one."""
+_PEERS = {"send": "dst", "recv": "src"}
+"""The functions that send to a rank or receive from one, and the name of its argument, which is the second one.
+
+Those that a ``P2POp`` may hold are left as they are, which torch compares with its own."""
 
 
 @contextmanager
@@ -33,11 +36,13 @@ def transfers_refused(rank: int, others: Collection[int]) -> Iterator[None]:
         others: The ranks of the pipeline, by their numbers in the job.
     """
 
+    reader = threading.get_ident()  # threads of the engine's own send meanwhile
+
     def refusing(call: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def refused(*args: Any, **kwargs: Any) -> Any:
             peer = kwargs.get(_PEERS[call], args[1] if len(args) > 1 else None)
-            if peer in others:
+            if peer in others and threading.get_ident() == reader:
                 raise RuntimeError(NOBODY_ELSE.format(call=call, peer=peer, rank=rank))
             return function(*args, **kwargs)
 
