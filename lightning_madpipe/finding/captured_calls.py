@@ -259,7 +259,8 @@ class CapturedCalls(CapturedCall):
                 draws = f" (random numbers are drawn at {' and '.join(self._drawn)})" if self._drawn else ""
                 raise OtherCallError(
                     f"with something else than when its layers were found from the calls of {self._step}{draws}, "
-                    f"or in another order: {WAY_OUT}"
+                    f"or in another order: {WAY_OUT}; or train with num_micro_batches=1, if what they are given "
+                    "depends on other samples of the batch, as by a mean over all of them"
                 )
             return self._in_place.happen(number, (args, kwargs), returned, after)
 
