@@ -16,6 +16,7 @@ from deepspeed_partition import Chain, InfeasibleError, LayerProfile, Plan, Plat
 from deepspeed_partition.cli import run
 from deepspeed_partition.planner.errors import MachinesFormatError
 from deepspeed_partition.planner.machines import DeviceGroup, LinkLevel, Machines, pipelines_of
+from deepspeed_partition.planner.report.comparison import compare
 
 FILE: dict[str, Any] = {
     "format": "madpipe-machines/1",
@@ -188,6 +189,38 @@ def test_more_layers_on_the_faster_device_and_cuts_at_the_fast_link() -> None:
     )
     plan = make_plan(chain, Platform.on(nodes), "contiguous")
     assert len(plan.stages) == 2 and plan.stages[0].device // 2 == plan.stages[1].device // 2
+
+
+def test_a_comparison_states_no_bound_of_plans_that_recompute_nothing() -> None:
+    """Each device has room for what one layer keeps of one micro-batch, and recomputing lets more be in flight."""
+    layer = LayerProfile(
+        name="", forward_seconds=1, backward_seconds=2, weight_bytes=0, output_bytes=1, stash_bytes=20
+    )
+    chain = Chain(name="two", input_bytes=1, layers=(replace(layer, name="a"), replace(layer, name="b")))
+    devices = (DeviceGroup(count=1, memory_bytes=30), DeviceGroup(count=1, memory_bytes=31))
+    platform = Platform.on(Machines(devices=devices, links=(LinkLevel(bandwidth=1000.0),)))
+
+    compared = compare(chain, platform, ("uniform", "madpipe-paper"), time_limit_seconds=0.1)
+    bounds = [each.plan.lower_bound_seconds for each in compared.fitting if each.plan]
+    assert (bounds, compared.lower_bound_seconds) == ([3, 6], 3)
+    assert min(each.seconds for each in compared.fitting) == 4
+
+    never = compare(chain, platform, ("uniform", "madpipe-paper"), time_limit_seconds=0.1, recompute="never")
+    assert never.lower_bound_seconds == 6
+
+    for num_micro_batches, seconds in ((None, 4), (3, 13.003)):
+        planned = make_plan(chain, platform, "uniform", num_micro_batches=num_micro_batches, recompute="never")
+        beside = compare(
+            chain,
+            platform,
+            ("contiguous",),
+            num_micro_batches=num_micro_batches,
+            planned=planned,
+            time_limit_seconds=0.1,
+        )
+        assert beside.contenders[1].seconds == pytest.approx(seconds)
+        bound = beside.step_lower_bound_seconds or beside.lower_bound_seconds
+        assert bound <= beside.contenders[1].seconds < planned.lower_bound_seconds * (num_micro_batches or 1)
 
 
 def test_replicas_all_reduce_over_the_level_that_they_cross() -> None:

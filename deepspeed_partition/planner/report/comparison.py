@@ -33,6 +33,7 @@ from deepspeed_partition.planner.replication import Replicated, partition_replic
 from deepspeed_partition.planner.solvers.bounds import lower_bound
 from deepspeed_partition.planner.solvers.contiguous.replicated import MOST_REPLICAS
 from deepspeed_partition.planner.solvers.interface import Problem
+from deepspeed_partition.planner.solvers.non_contiguous.madpipe_paper import PaperMadPipe
 from deepspeed_partition.planner.solvers.step.split_bounds import split_lower_bound
 from deepspeed_partition.planner.solvers.step.step_bounds import step_lower_bound
 from deepspeed_partition.planner.units import exact_bytes, format_bytes, format_seconds
@@ -283,7 +284,9 @@ def compare(
         bound_of = split_lower_bound if split_backward else step_lower_bound
         step_bound = problem.times.clock.seconds(bound_of(problem, contiguous=False)) if of_step else None
     else:
-        plans = [each.plan for each in contenders.values() if each.plan is not None]
+        plans = [each.plan for each in contenders.values() if each.plan is not None and each.plan is not planned]
+        if recompute != "never":  # the bounds of plans that recompute nothing do not hold for the others
+            plans = [plan for plan in plans if not isinstance(solver_of(plan.algorithm), PaperMadPipe)]
         bound, step_bound = _bounds_of(chain, platform, plans if data_parallel is None else [], num_micro_batches)
     return Comparison(
         chain=chain,
@@ -308,6 +311,9 @@ def _bounds_of(
 
     They are what all devices together need for the layers, or the largest bound of a plan that may choose any
     allocation.
+
+    Args:
+        plans: plans of the problem; each may recompute all that any plan of the comparison may.
     """
     least = chain.compute_seconds / sum(platform.speed_of(device) for device in range(platform.num_devices))
     steps = [
