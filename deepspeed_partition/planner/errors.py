@@ -31,7 +31,7 @@ class InfeasibleError(MadPipeError):
         self.short_bytes = short_bytes
         """Bytes that this stage lacks on its device; None where it is not known."""
         self.smallest_memory_bytes = smallest_memory_bytes
-        """Least bytes per device for which a plan exists; None where no memory would help."""
+        """Fewest bytes per device with which there is known to be a plan; None where no memory would help."""
         self.remedies: tuple[str, ...] = ()
         """What else would do, in words, the cheapest first, where that was looked for."""
 

@@ -8,6 +8,7 @@ from deepspeed_partition.planner.allocation import Placement
 from deepspeed_partition.planner.errors import InfeasibleError
 from deepspeed_partition.planner.problem import LARGEST_MEMORY_BYTES
 from deepspeed_partition.planner.solvers.interface import Cuts, Problem, Solver, bytes_needed
+from deepspeed_partition.planner.solvers.non_contiguous.madpipe import MadPipe
 from deepspeed_partition.planner.solvers.pattern.periodic_pattern import Road
 from deepspeed_partition.planner.solvers.uniform_recomputation import uniform_choices
 from deepspeed_partition.planner.units import exact_bytes, format_bytes, shown
@@ -31,7 +32,7 @@ def infeasible(problem: Problem, solver: Solver, solve: Solve) -> InfeasibleErro
         )
     cuts, smallest = found
     if isinstance(cuts, Placement):
-        return _device_too_small(problem, cuts, smallest)
+        return _device_too_small(problem, solver, cuts, smallest)
     if problem.num_micro_batches is not None:
         smallest = _enough_for_step(problem, solver, solve, smallest)
     needs = bytes_needed(problem, cuts)
@@ -43,11 +44,11 @@ def infeasible(problem: Problem, solver: Solver, solve: Solve) -> InfeasibleErro
     if max(needs) <= memory:
         return InfeasibleError(
             f"no cut passes the memory test of {solver.name} with {format_bytes(memory)} per device, though "
-            f"there is room for one; the smallest memory with which one does is {_exact_and_rounded(smallest)}: "
-            "give more memory or devices, or another algorithm",
+            f"there is room for one; {_what_would_do(problem, solver, smallest)}: give more memory or devices, or "
+            "another algorithm",
             smallest_memory_bytes=smallest,
         )
-    return _stage_too_large(problem, cuts, needs, smallest)
+    return _stage_too_large(problem, solver, cuts, needs, smallest)
 
 
 def _smallest_memory(problem: Problem, solver: Solver) -> tuple[Cuts | Placement, int] | None:
@@ -61,7 +62,21 @@ def _smallest_memory(problem: Problem, solver: Solver) -> tuple[Cuts | Placement
     return min((each for each in found if each is not None), key=lambda each: each[1], default=None)
 
 
-def _stage_too_large(problem: Problem, cuts: Cuts, needs: list[int], smallest: int) -> InfeasibleError:
+def _what_would_do(problem: Problem, solver: Solver, smallest: int) -> str:
+    """Return words for the smallest memory that is known to do.
+
+    Beyond contiguous partitions, the search counts weights that layers share on each stage of a device: where such
+    stages are on one device, less memory may do.
+    """
+    is_least = not (isinstance(solver, MadPipe) and problem.table.training.shares)
+    if is_least or not problem.constraints.any_allocation:
+        return f"the smallest memory that would do is {_exact_and_rounded(smallest)}"
+    return f"{_exact_and_rounded(smallest)} would do"
+
+
+def _stage_too_large(
+    problem: Problem, solver: Solver, cuts: Cuts, needs: list[int], smallest: int
+) -> InfeasibleError:
     """Return the error for the largest stage of the contiguous partition that needs the least memory."""
     stage = max(range(len(needs)), key=needs.__getitem__)
     start, stop = cuts[stage], cuts[stage + 1]
@@ -78,15 +93,15 @@ def _stage_too_large(problem: Problem, cuts: Cuts, needs: list[int], smallest: i
     return _no_plan_fits(
         problem,
         f"stage {stage}, {which}, needs {format_bytes(needs[stage])}{depth}, {exact_bytes(short)} more than there "
-        f"are; the smallest memory that would do is {_exact_and_rounded(smallest)}: give more memory or devices, "
-        "or use a smaller micro-batch",
+        f"are; {_what_would_do(problem, solver, smallest)}: give more memory or devices, or use a smaller "
+        "micro-batch",
         smallest,
         short,
         stage,
     )
 
 
-def _device_too_small(problem: Problem, placement: Placement, smallest: int) -> InfeasibleError:
+def _device_too_small(problem: Problem, solver: Solver, placement: Placement, smallest: int) -> InfeasibleError:
     """Return the error for an allocation that needs the least memory and has several stages on a device."""
     device = max(Road(problem, placement).memory, key=lambda each: each.bytes_for_one)
     stages = [placement.cuts[stage : stage + 2] for stage in device.stages]
@@ -94,8 +109,8 @@ def _device_too_small(problem: Problem, placement: Placement, smallest: int) -> 
     return _no_plan_fits(
         problem,
         f"layers {' and '.join(f'{start} to {stop}' for start, stop in stages)} on one device need "
-        f"{format_bytes(smallest)}, {exact_bytes(short)} more than there are; the smallest memory that would do "
-        f"is {_exact_and_rounded(smallest)}: give more memory or devices, or use a smaller micro-batch",
+        f"{format_bytes(smallest)}, {exact_bytes(short)} more than there are; "
+        f"{_what_would_do(problem, solver, smallest)}: give more memory or devices, or use a smaller micro-batch",
         smallest,
         short,
         device.stages[0],
@@ -147,7 +162,7 @@ def no_room_for_flush(problem: Problem, smallest: int) -> InfeasibleError:
 def _no_plan_fits(
     problem: Problem, why: str, smallest: int, short: int, stage: int | None = None
 ) -> InfeasibleError:
-    """Return the error with its numbers as attributes: the smallest memory that would do, and what is short."""
+    """Return the error with its numbers as attributes: the memory that would do, and what is short."""
     return InfeasibleError(
         f"no plan fits into {format_bytes(problem.platform.memory_bytes)} per device: {why}",
         stage=stage,

@@ -12,7 +12,11 @@ from click.testing import CliRunner
 from deepspeed_partition import Chain, InfeasibleError, Platform, replay
 from deepspeed_partition.cli import cli
 from deepspeed_partition.planner.clock import TimedChain
+from deepspeed_partition.planner.cluster.scheme_choice import rank_schemes
 from deepspeed_partition.planner.memory import stage_memory
+from deepspeed_partition.planner.report.comparison import compare
+from deepspeed_partition.planner.report.draw import frontier_text
+from deepspeed_partition.planner.report.frontier import frontier
 from deepspeed_partition.planner.solvers.pattern import one_f_one_b
 from tests.planner import oracles
 from tests.planner.instances import chain, random_instance, three_layers
@@ -153,6 +157,37 @@ def test_nothing_is_proved_of_allocations_that_share_weights() -> None:
     assert (plan.period_seconds, plan.proved, plan.class_lower_bound_seconds) == (6, False, None)
     with pytest.raises(InfeasibleError, match=r"takes \d+ bytes .* in the best plan found, 1 byte more"):
         make_plan(layers, replace(small, memory_bytes=small.memory_bytes - 1), period_seconds=9)
+
+
+def test_no_memory_is_called_the_smallest_where_layers_share_weights() -> None:
+    """The allocation of 309 bytes was there, and 333 were "the smallest memory that would do"."""
+    layers, roomy = tied_ends(), Platform(num_devices=2, memory_bytes=1000, bandwidth=100.0)
+    best = make_plan(layers, roomy, time_limit_seconds=0.2)
+    assert (max(best.peak_memory_bytes), best.period_seconds) == (309, 6)
+    small = replace(roomy, memory_bytes=308)
+    for algorithm, words in (
+        ("madpipe", "there are; 333 bytes (333 B) would do: "),
+        ("contiguous", "there are; the smallest memory that would do is 333 bytes (333 B): "),
+    ):
+        with pytest.raises(InfeasibleError) as refusal:
+            make_plan(layers, small, algorithm, time_limit_seconds=0.1)
+        assert words in str(refusal.value) and refusal.value.smallest_memory_bytes == 333
+    words = compare(layers, small, ("madpipe", "contiguous"), time_limit_seconds=0.1).nothing_fits()
+    assert "per device; 333 bytes (333 B) would do, for madpipe: " in str(words)
+    rows = rank_schemes(layers, [small], 4, time_limit_seconds=0.1).choices
+    assert "would fit into 333 B" in [each.reason for each in rows if each.scheme == "MadPipe 1 x 2"]
+
+
+def test_a_frontier_proves_nothing_of_allocations_that_share_weights() -> None:
+    """Points of 334 and 333 bytes were proved, and one of 309 is faster."""
+    platform = Platform(num_devices=2, memory_bytes=340, bandwidth=100.0)
+    for algorithm, is_exact in (("madpipe", False), ("contiguous", True)):
+        found = frontier(tied_ends(), platform, algorithm, recompute="never")
+        points = found.to_dict()["points"]
+        assert [(point["memory_bytes"], point["proved"]) for point in points] == [(334, is_exact), (333, is_exact)]
+        assert found.complete == is_exact
+        text = frontier_text(found)
+        assert (" yes " in text, "Less memory may be enough" in text) == (is_exact, not is_exact)
 
 
 @pytest.mark.parametrize("memory_bytes", [400, 600])

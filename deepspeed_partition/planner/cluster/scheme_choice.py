@@ -330,7 +330,7 @@ def _planned(
         needs = error.smallest_memory_bytes
         if needs is None or needs <= largest:  # which other partitions need
             return replace(row, reason=f"has no plan: {error}")
-        return replace(row, memory_bytes=needs, reason=f"needs {format_bytes(needs)} at the least")
+        return replace(row, memory_bytes=needs, reason=f"would fit into {format_bytes(needs)}")
     except ValueError as error:
         return replace(row, reason=f"has no plan: {error}", is_refused=True)
     step = seconds_of(plan)

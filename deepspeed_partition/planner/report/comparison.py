@@ -36,6 +36,7 @@ from deepspeed_partition.planner.solvers.interface import Problem
 from deepspeed_partition.planner.solvers.non_contiguous.madpipe_paper import PaperMadPipe
 from deepspeed_partition.planner.solvers.step.split_bounds import split_lower_bound
 from deepspeed_partition.planner.solvers.step.step_bounds import step_lower_bound
+from deepspeed_partition.planner.training_bytes import TrainingBytes
 from deepspeed_partition.planner.units import exact_bytes, format_bytes, format_seconds
 from deepspeed_partition.planner.weight_versions import FLUSH
 from deepspeed_partition.planner.weight_versions import checked_mode as checked_weight_versions
@@ -113,10 +114,13 @@ class Comparison:
         if not needs:
             return InfeasibleError(f"none of the algorithms has a plan for {memory} per device")
         smallest, name = min(needs, key=lambda need: need[0])
+        would_do = f"{exact_bytes(smallest)} ({format_bytes(smallest)})"
+        # Of allocations that share weights, the least memory is not known.
+        shares = TrainingBytes(self.chain, self.platform).shares
+        would_do = f"{would_do} would do" if shares else f"the smallest memory that would do is {would_do}"
         return InfeasibleError(
-            f"no plan of any of the algorithms fits into {memory} per device; the smallest memory that would do "
-            f"is {exact_bytes(smallest)} ({format_bytes(smallest)}), for {name}: give more memory or devices, or "
-            "use a smaller micro-batch",
+            f"no plan of any of the algorithms fits into {memory} per device; {would_do}, for {name}: give more "
+            "memory or devices, or use a smaller micro-batch",
             smallest_memory_bytes=smallest,
         )
 

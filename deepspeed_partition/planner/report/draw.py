@@ -631,7 +631,7 @@ def frontier_table(frontier: Frontier, *, with_cuts: bool = True) -> Table:
             format_bytes(most - memory),
             format_seconds(seconds_of(plan)),
             f"{frontier.slowdown(plan):.1%}",
-            "yes" if (plan.proved if plan.step is None else plan.step.proved) else "no",
+            "yes" if frontier.is_proved(plan) else "no",
             *([allocation_text(plan)] if with_cuts else []),
         )
     return table
@@ -644,7 +644,9 @@ def frontier_words(frontier: Frontier) -> str:
     if bargain is not None:
         saved_bytes = format_bytes(frontier.memory_bytes(first) - frontier.memory_bytes(bargain))
         saved = f"{frontier.slowdown(bargain):.1%} slower saves {saved_bytes} per device."
-    return saved + ("" if frontier.complete else " Less memory may be enough: the search was cut short.") + "\n"
+    return (
+        saved + ("" if frontier.complete else " Less memory may be enough: nothing proves that it is not.") + "\n"
+    )
 
 
 def _sent(comparison: Comparison, contender: Contender) -> str:

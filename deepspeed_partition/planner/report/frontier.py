@@ -15,6 +15,7 @@ from deepspeed_partition.planner.planning.make_plan import make_plan
 from deepspeed_partition.planner.planning.problems import DEFAULT_TIME_LIMIT_SECONDS
 from deepspeed_partition.planner.problem import Chain, Platform
 from deepspeed_partition.planner.recomputation import PER_MICRO_BATCH
+from deepspeed_partition.planner.training_bytes import TrainingBytes
 from deepspeed_partition.planner.weight_versions import FLUSH
 
 RESOLUTION = 0.02
@@ -33,7 +34,9 @@ class Frontier:
 
     plans: tuple[Plan, ...]
     complete: bool
-    """True: the plans go down to the smallest memory into which the algorithm fits one. False: the time was up."""
+    """True: the plans go down to the smallest memory into which the algorithm fits one. False: the time was up, or
+    that memory is not known: ``madpipe`` does not search for the least memory of a device whose stages share
+    weights."""
 
     def memory_bytes(self, plan: Plan) -> int:
         """Return the bytes that each device must have for a plan."""
@@ -42,6 +45,12 @@ class Frontier:
     def slowdown(self, plan: Plan) -> float:
         """Return how much longer a plan takes than the fastest one, relative to the fastest."""
         return seconds_of(plan) / seconds_of(self.plans[0]) - 1
+
+    def is_proved(self, plan: Plan) -> bool:
+        """Return whether nothing that the algorithm may plan is proved to be faster in the memory of a plan."""
+        if plan.step is not None:
+            return bool(plan.step.proved)
+        return plan.proved and not (plan.algorithm == "madpipe" and plan.proved_class == "contiguous")
 
     def bargain(self) -> Plan | None:
         """Plan of the least memory whose slowdown is at most ``WORTH``; None where no such plan saves memory."""
@@ -57,7 +66,7 @@ class Frontier:
                     "memory_bytes": self.memory_bytes(plan),
                     "seconds": seconds_of(plan),
                     "slowdown": self.slowdown(plan),
-                    "proved": plan.proved,
+                    "proved": self.is_proved(plan),
                     "plan": plan.to_dict(),
                 }
                 for plan in self.plans
@@ -125,6 +134,8 @@ def frontier(
         return _in_less_memory(plan, make) if can_save else plan
 
     plans, complete = _descent(platform.memory_bytes, plan_for, deadline)
+    if algorithm == "madpipe" and TrainingBytes(chain, platform).shares:
+        complete = False
     return Frontier(tuple(_undominated(plans)), complete)
 
 

@@ -179,7 +179,7 @@ def frontier_svg(frontier: Frontier) -> str:
     parts.append(f'<path class="line" d="{path}"/>')
     told = []
     for memory, seconds, plan in points:
-        proved = plan.proved if plan.step is None else plan.step.proved
+        proved = frontier.is_proved(plan)
         tip = f"{format_bytes(memory)}: {format_seconds(seconds)}{', proved' if proved else ''}"
         css = "dot" if proved else "open"
         parts.append(
