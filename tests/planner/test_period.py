@@ -149,7 +149,7 @@ def test_nothing_is_proved_of_allocations_that_share_weights() -> None:
     layers, platform = tied_ends(), Platform(num_devices=2, memory_bytes=ROOM, bandwidth=100.0)
     best = make_plan(layers, platform)
     assert best.period_seconds == 6 and not best.is_contiguous
-    least = make_plan(layers, platform, period_seconds=9)
+    least = make_plan(layers, platform, "contiguous", period_seconds=9)
     assert max(best.peak_memory_bytes) < max(least.peak_memory_bytes)
     assert (least.proved, least.proved_class) == (True, "contiguous")
     small = replace(platform, memory_bytes=max(best.peak_memory_bytes))
@@ -157,6 +157,14 @@ def test_nothing_is_proved_of_allocations_that_share_weights() -> None:
     assert (plan.period_seconds, plan.proved, plan.class_lower_bound_seconds) == (6, False, None)
     with pytest.raises(InfeasibleError, match=r"takes \d+ bytes .* in the best plan found, 1 byte more"):
         make_plan(layers, replace(small, memory_bytes=small.memory_bytes - 1), period_seconds=9)
+
+
+@pytest.mark.parametrize("memory_bytes", [1000, 340, 309])
+def test_a_period_takes_no_more_than_the_shortest_plan_where_layers_share_weights(memory_bytes: int) -> None:
+    """A plan of 9 s and 334 bytes was returned though one of 6 s and 309 bytes was known."""
+    platform = Platform(num_devices=2, memory_bytes=memory_bytes, bandwidth=100.0)
+    plan = make_plan(tied_ends(), platform, period_seconds=9, time_limit_seconds=0.2)
+    assert (plan.period_seconds, max(plan.peak_memory_bytes), plan.proved) == (6, 309, False)
 
 
 def test_no_memory_is_called_the_smallest_where_layers_share_weights() -> None:
@@ -181,10 +189,12 @@ def test_no_memory_is_called_the_smallest_where_layers_share_weights() -> None:
 def test_a_frontier_proves_nothing_of_allocations_that_share_weights() -> None:
     """Points of 334 and 333 bytes were proved, and one of 309 is faster."""
     platform = Platform(num_devices=2, memory_bytes=340, bandwidth=100.0)
-    for algorithm, is_exact in (("madpipe", False), ("contiguous", True)):
+    for algorithm, memory, is_exact in (("madpipe", [309], False), ("contiguous", [334, 333], True)):
         found = frontier(tied_ends(), platform, algorithm, recompute="never")
         points = found.to_dict()["points"]
-        assert [(point["memory_bytes"], point["proved"]) for point in points] == [(334, is_exact), (333, is_exact)]
+        assert [(point["memory_bytes"], point["proved"]) for point in points] == [
+            (each, is_exact) for each in memory
+        ]
         assert found.complete == is_exact
         text = frontier_text(found)
         assert (" yes " in text, "Less memory may be enough" in text) == (is_exact, not is_exact)
