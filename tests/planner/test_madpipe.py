@@ -357,6 +357,18 @@ def test_a_long_step_to_start_from_is_run_in_full(finds_little):
     assert after.step_seconds == before.step_seconds < alone.step_seconds
 
 
+def test_a_long_step_to_start_from_is_kept_when_the_time_is_up():
+    """It was run last of all, for which no time was left: 1,206 s in the place of 1,203."""
+    made = chain([1, 1, 1, 1], [2, 2, 2, 2], outputs=[0] * 4)
+    platform = Platform(num_devices=2, memory_bytes=10**6, bandwidth=1.0)
+    before = make_plan(made, platform, num_micro_batches=200, time_limit_seconds=0.5)
+    alone, after = (
+        make_plan(made, platform, algorithm, num_micro_batches=200, time_limit_seconds=0.001)
+        for algorithm in ("madpipe", madpipe.MadPipe(start=(before,)))
+    )
+    assert after.step_seconds == before.step_seconds < alone.step_seconds
+
+
 def test_a_plan_to_start_from_suits_the_model_and_may_need_more_devices_than_there_are():
     case = CASES[0]
     made, platform = of_case(case, case["P"], case["M"])

@@ -78,6 +78,7 @@ def _try_order(search: StepSearch, placement: Placement, orders: Sequence[Order]
     rule = FixedRule(found)
     if search.simulated < search.num_micro_batches:
         search.certain.append((placement, rule))  # the order is that of a whole step
+        search.full_ticks[placement, rule] = run.ticks
     else:
         search.run(placement, rule, inf)
 

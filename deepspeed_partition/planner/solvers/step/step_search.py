@@ -144,6 +144,8 @@ class StepSearch:
         self.last_complete: tuple[tuple[Placement, Rule], StepRun] | None = None
         self.certain: list[tuple[Placement, Rule]] = []
         """Periodic plans in their own order, which are compared in full whatever their estimates."""
+        self.full_ticks: dict[tuple[Placement, Rule], int] = {}
+        """Ticks of full steps that have been run already, and fit, of pairs in ``certain``."""
         self.others: list[tuple[Placement, Rule]] = []
         """Best of a search that was taken over, which are compared in full, too."""
 
@@ -264,9 +266,9 @@ class StepSearch:
 
     def _in_full(self, pairs: list[tuple[Placement, Rule]]) -> list[tuple[Placement, Rule]]:
         """Return the pairs by their full steps, the shortest first; those not run for lack of time come last."""
-        run: dict[tuple[Placement, Rule], int] = {}
-        for pair in pairs:
-            if run and self.problem.deadline.passed():
+        run = {pair: self.full_ticks[pair] for pair in pairs if pair in self.full_ticks}
+        for number, pair in enumerate(pair for pair in pairs if pair not in run):
+            if number and self.problem.deadline.passed():
                 break
             run[pair] = self._complete(*pair).ticks
         return sorted(pairs, key=lambda pair: run.get(pair, inf))
