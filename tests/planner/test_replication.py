@@ -152,6 +152,17 @@ def test_compare_has_a_row_beside_the_plans(uneven, capsys):
     assert json.loads(capsys.readouterr().out)["pipedream_replicated"]["period_seconds"] == 6.0
 
 
+def test_compare_does_not_show_its_period_without_the_latency(uneven, capsys):
+    """It was called faster than all others: its own count has no latency."""
+    arguments = ["compare", uneven, *ARGUMENTS[:4], "--bandwidth", "10", "--latency", "10s", "--time-limit", "0.1"]
+    assert cli.run(arguments) == 0
+    shown = capsys.readouterr().out
+    row = next(line for line in shown.splitlines() if "replicated* " in line)
+    assert "refused" in row and "counts bytes alone, and the links have a latency" in " ".join(shown.split())
+    assert cli.run([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["pipedream_replicated"] is None
+
+
 def test_compare_asks_it_for_few_devices(uneven, capsys):
     assert cli.run(["compare", uneven, *ARGUMENTS[:4], "--bandwidth", "10", "--devices", "65"]) == 0
     shown = capsys.readouterr().out

@@ -79,7 +79,8 @@ class Comparison:
     period."""
     replicated: Replicated | None
     """Result of PipeDream's partitioner where it may replicate stages. None: there are more than
-    ``MOST_REPLICAS`` devices, or the time was up."""
+    ``MOST_REPLICAS`` devices, links have a latency, which it does not count, devices or links are not alike, or
+    the time was up."""
     step_lower_bound_seconds: float | None = None
     """Seconds; no order of any allocation has a shorter step. None: no step was asked for, or several
     pipelines share it, and each number of them has a bound of its own."""
@@ -361,7 +362,7 @@ def _patience(name: str) -> int:
 
 
 def _replicated(chain: Chain, platform: Platform, deadline: Deadline) -> Replicated | None:
-    if platform.num_devices > MOST_REPLICAS:
+    if platform.num_devices > MOST_REPLICAS or platform.latency_seconds:
         return None
     try:
         return partition_replicated(chain, platform, deadline=deadline)

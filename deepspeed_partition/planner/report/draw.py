@@ -495,10 +495,17 @@ def _refusals(comparison: Comparison) -> Iterator[tuple[str, str]]:
         if contender.plan is None and contender.smallest_memory_bytes is None:
             yield printable(contender.algorithm), printable(contender.reason or "")
     if comparison.replicated is None:
-        too_many = comparison.platform.num_devices > MOST_REPLICAS
-        why = f"takes {MOST_REPLICAS} devices at most" if too_many else "its time was up"
-        alike = comparison.platform.is_alike
-        yield REPLICATED_ROW, why if alike else "is for devices and links that are alike"
+        yield REPLICATED_ROW, _why_not_replicated(comparison.platform)
+
+
+def _why_not_replicated(platform: Platform) -> str:
+    if not platform.is_alike:
+        return "is for devices and links that are alike"
+    if platform.num_devices > MOST_REPLICAS:
+        return f"takes {MOST_REPLICAS} devices at most"
+    if platform.latency_seconds:
+        return "counts bytes alone, and the links have a latency"
+    return "its time was up"
 
 
 def _lower_bound(comparison: Comparison) -> str:
