@@ -905,12 +905,16 @@ def _colour() -> bool:
 
 
 def _check_writable(path: str, option: str = "--output") -> None:
-    folder = Path(path).resolve().parent
-    if not folder.is_dir():
+    given = Path(path)
+    folder = given.resolve().parent
+    # A device or a pipe is written by the name given (``write_text``), and nothing is made in its folder.
+    is_special = given.exists() and not given.is_file()
+    if not is_special and not folder.is_dir():
         raise click.BadParameter(f"{path}: the folder {folder} does not exist", param_hint=option)
-    if Path(path).is_dir():
+    if given.is_dir():
         raise click.BadParameter(f"{path} is a folder", param_hint=option)
-    if not os.access(folder, os.W_OK) or (Path(path).exists() and not os.access(path, os.W_OK)):
+    may_write = is_special or os.access(folder, os.W_OK)
+    if not may_write or (given.exists() and not os.access(path, os.W_OK)):
         raise click.BadParameter(f"{path}: no permission to write there", param_hint=option)
 
 

@@ -46,7 +46,12 @@ def input_file(name: str, metavar: str | None = None) -> Callable[[Command], Com
 
 def output_file(what: str, *, required: bool = False) -> Callable[[Command], Command]:
     return click.option(
-        "-o", "--output", metavar="FILE", type=click.Path(), required=required, help=f"The {what} file to write."
+        "-o",
+        "--output",
+        metavar="FILE",
+        type=click.Path(readable=False),
+        required=required,
+        help=f"The {what} file to write.",
     )
 
 
@@ -70,7 +75,10 @@ measured_option = click.option(
 
 def plot_file(what: str) -> Callable[[Command], Command]:
     return click.option(
-        "--plot", metavar="FILE", type=click.Path(), help=f"A picture {what} to write, such as picture.svg."
+        "--plot",
+        metavar="FILE",
+        type=click.Path(readable=False),
+        help=f"A picture {what} to write, such as picture.svg.",
     )
 
 

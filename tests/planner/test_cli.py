@@ -128,6 +128,27 @@ def test_a_folder_without_permission_is_named(tmp_path, chain, capsys):
     assert "no permission" in capsys.readouterr().err
 
 
+def test_devices_and_pipes_are_written_in_folders_without_permission(tmp_path, chain, capsys, monkeypatch):
+    """They were refused to all but root, who may write to ``/dev``."""
+    fifo, file = tmp_path / "fifo", tmp_path / "file"
+    os.mkfifo(fifo)
+    file.touch()
+    locked = {"/dev", str(tmp_path)}
+    monkeypatch.setattr("os.access", lambda path, mode: str(path) not in locked)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert cli.run(["convert", chain, "-o", str(fifo)]) == 0
+        assert json.loads(os.read(reader, 10**5)) == Chain.load(chain).to_dict()
+        assert cli.run(["convert", chain, "-o", "/dev/null"]) == 0
+        locked.add(str(fifo))
+        for refused in (fifo, file, tmp_path / "new"):
+            capsys.readouterr()
+            assert cli.run(["convert", chain, "-o", str(refused)]) == 2
+            assert "no permission" in capsys.readouterr().err
+    finally:
+        os.close(reader)
+
+
 def test_the_installed_command(chain):
     """Through the real entry point: --version, a pipe that closes early, and no torch for planning."""
 
