@@ -163,14 +163,14 @@ def test_nothing_is_proved_of_allocations_that_share_weights() -> None:
 def test_a_period_takes_no_more_than_the_shortest_plan_where_layers_share_weights(memory_bytes: int) -> None:
     """A plan of 9 s and 334 bytes was returned though one of 6 s and 309 bytes was known."""
     platform = Platform(num_devices=2, memory_bytes=memory_bytes, bandwidth=100.0)
-    plan = make_plan(tied_ends(), platform, period_seconds=9, time_limit_seconds=0.2)
+    plan = make_plan(tied_ends(), platform, period_seconds=9, time_limit_seconds=1)
     assert (plan.period_seconds, max(plan.peak_memory_bytes), plan.proved) == (6, 309, False)
 
 
 def test_no_memory_is_called_the_smallest_where_layers_share_weights() -> None:
     """The allocation of 309 bytes was there, and 333 were "the smallest memory that would do"."""
     layers, roomy = tied_ends(), Platform(num_devices=2, memory_bytes=1000, bandwidth=100.0)
-    best = make_plan(layers, roomy, time_limit_seconds=0.2)
+    best = make_plan(layers, roomy, time_limit_seconds=1)
     assert (max(best.peak_memory_bytes), best.period_seconds) == (309, 6)
     small = replace(roomy, memory_bytes=308)
     for algorithm, words in (
@@ -178,11 +178,11 @@ def test_no_memory_is_called_the_smallest_where_layers_share_weights() -> None:
         ("contiguous", "there are; the smallest memory that would do is 333 bytes (333 B): "),
     ):
         with pytest.raises(InfeasibleError) as refusal:
-            make_plan(layers, small, algorithm, time_limit_seconds=0.1)
+            make_plan(layers, small, algorithm, time_limit_seconds=1)
         assert words in str(refusal.value) and refusal.value.smallest_memory_bytes == 333
-    words = compare(layers, small, ("madpipe", "contiguous"), time_limit_seconds=0.1).nothing_fits()
+    words = compare(layers, small, ("madpipe", "contiguous"), time_limit_seconds=1).nothing_fits()
     assert "per device; 333 bytes (333 B) would do, for madpipe: " in str(words)
-    rows = rank_schemes(layers, [small], 4, time_limit_seconds=0.1).choices
+    rows = rank_schemes(layers, [small], 4, time_limit_seconds=1).choices
     assert "would fit into 333 B" in [each.reason for each in rows if each.scheme == "MadPipe 1 x 2"]
 
 
