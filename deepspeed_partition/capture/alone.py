@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deepspeed_partition.capture.left_behind import Held, held_by
 from deepspeed_partition.capture.recording import Call
 from deepspeed_partition.capture.structure import build, flatten, plain_leaves
 from deepspeed_partition.capture.weights_without_data import WeightsWithoutData, storage_of
@@ -23,12 +24,11 @@ from deepspeed_partition.capture.without_data import PadsNothing, data_like, hid
 from deepspeed_partition.tensor_values import has_memory, version_of
 
 _OF_TORCH = frozenset(vars(nn.Module()))
+_OTHER_SEED = 1
 _NUMBERS_OF = (
     torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default,
 )  # fmt: skip
 """The operations that take plain numbers out of tensors."""
-_MOST_NUMBERS = 64
-"""Numbers of a constant that are looked at."""
 
 
 class LeftTensors:
@@ -36,9 +36,16 @@ class LeftTensors:
 
     def __init__(self) -> None:
         self._owners: dict[int, tuple[weakref.ref[torch.Tensor], Call]] = {}
+        self._made_anew: set[int] = set()
 
-    def add(self, tensor: torch.Tensor, owner: Call) -> None:
+    def add(self, tensor: torch.Tensor, owner: Call, *, is_made_anew: bool = False) -> None:
+        """Note a tensor, and whether who runs alone makes it for itself where it is missing."""
         self._owners[id(tensor)] = weakref.ref(tensor), owner
+        (self._made_anew.add if is_made_anew else self._made_anew.discard)(id(tensor))
+
+    def is_made_anew(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is one that a module makes for itself where it is missing, as a mask that is kept."""
+        return id(tensor) in self._made_anew
 
     def owner_of(self, tensor: torch.Tensor) -> Call | None:
         """The call of the module that has left a tensor; None where none has."""
@@ -63,6 +70,8 @@ class AloneRun:
     """What it has changed besides, and that was there before; it is put back."""
     made_of_data: list[torch.Tensor]
     """The tensors made of data that are somewhere now."""
+    made_anew: list[torch.Tensor]
+    """Those made since it has looked at data that are the same for other data: such as a mask that is kept."""
 
 
 class _FollowsData(TorchDispatchMode):
@@ -82,8 +91,9 @@ class _FollowsData(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._reads = reads
-        self._numbers: set[float] = set()
-        """The numbers that were taken out of data."""
+        self._has_numbers = False
+        """Whether a number was taken out of data."""
+        self._suspects: dict[int, weakref.ref[torch.Tensor]] = {}
         self._of_data: dict[int, weakref.ref[torch.Tensor]] = {}
         self._own: set[int] = set()
         self._before: dict[int, tuple[torch.Tensor, Any]] = {}
@@ -102,6 +112,10 @@ class _FollowsData(TorchDispatchMode):
         found = self._of_data.get(id(tensor))
         return found is not None and found() is tensor
 
+    def _is_suspect(self, tensor: torch.Tensor) -> bool:
+        found = self._suspects.get(id(tensor))
+        return found is not None and found() is tensor
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         read = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
@@ -110,27 +124,21 @@ class _FollowsData(TorchDispatchMode):
         self._keep_written(func, args, kwargs)
         out = func(*args, **kwargs)
         is_of_data = torch.Tag.nondeterministic_seeded in func.tags or any(map(self._is_of_data, read))
-        if is_of_data and func in _NUMBERS_OF and type(out) in (int, float):
-            self._numbers.add(out)
-        elif self._numbers and not is_of_data:
-            is_of_data = self._is_made_of_numbers(func, args, kwargs)
+        self._has_numbers |= is_of_data and func in _NUMBERS_OF
+        # What is made of no tensor behind that may be made of the number, or as that decides.
+        is_suspect = not is_of_data and (
+            any(map(self._is_suspect, read)) or (self._has_numbers and _makes(func, read))
+        )
         known = {storage_of(tensor) for tensor in read if has_memory(tensor)}
         for tensor in flatten(out)[0]:
             if isinstance(tensor, torch.Tensor):
                 if is_of_data:
                     self._of_data[id(tensor)] = weakref.ref(tensor)
+                elif is_suspect:
+                    self._suspects[id(tensor)] = weakref.ref(tensor)
                 if has_memory(tensor) and storage_of(tensor) not in known:
                     self._own.add(storage_of(tensor))
         return out
-
-    def _is_made_of_numbers(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether an operation may make a tensor of a number that was taken out of data."""
-        if func is torch.ops.aten.lift_fresh.default:
-            [constant] = args
-            given = constant.flatten()[:_MOST_NUMBERS].tolist()
-        else:
-            given = flatten((args, kwargs))[0]
-        return any(type(each) in (int, float) and each in self._numbers for each in given)
 
     def _keep_written(self, func: Any, args: Any, kwargs: Any) -> None:
         for place, argument in enumerate(func._schema.arguments):
@@ -157,8 +165,20 @@ class _FollowsData(TorchDispatchMode):
         return [tensor for tensor, _ in self._before.values()]
 
     def made_of_data(self) -> list[torch.Tensor]:
-        found = (each() for each in list(self._of_data.values()))
-        return [tensor for tensor in found if tensor is not None]
+        return _alive(self._of_data)
+
+    def suspects(self) -> list[torch.Tensor]:
+        """What may be made of numbers of data, in the order in which it was made."""
+        return _alive(self._suspects)
+
+
+def _makes(func: Any, read: list[torch.Tensor]) -> bool:
+    return not read or func is torch.ops.aten.lift_fresh.default
+
+
+def _alive(tensors: dict[int, weakref.ref[torch.Tensor]]) -> list[torch.Tensor]:
+    found = (each() for each in list(tensors.values()))
+    return [tensor for tensor in found if tensor is not None]
 
 
 def run_alone(
@@ -176,17 +196,26 @@ def run_alone(
         Exception: whatever its code, or ``reads``, raises.
     """
     leaves, structure = flatten((args, kwargs))
-    before, buffers = _plain_values_of(module), set[int]()
-    with hidden_modes(), same_random_numbers(device), torch.no_grad():
-        given = [data_like(leaf, device) for leaf in leaves]
-        versions = list(map(_version_of, given))
-        both = zip(given, leaves, strict=True)
-        made = [now for now, leaf in both if isinstance(now, torch.Tensor) and now is not leaf]
-        given_args, given_kwargs = build(structure, given)
-        with weights.with_data(module, buffers):
-            follows = _FollowsData([*made, *module.parameters()], module.buffers(), reads)
-            with follows.following(), PadsNothing():
-                result = module(*given_args, **given_kwargs)
+    before, buffers, held = _plain_values_of(module), set[int](), held_by(module, None, ())
+
+    def run(seed: int | None) -> tuple[list[Any], list[int | None], Any, _FollowsData]:
+        with hidden_modes(), same_random_numbers(device), torch.no_grad():
+            if seed is not None:
+                torch.manual_seed(seed)
+            given = [data_like(leaf, device) for leaf in leaves]
+            versions = list(map(_version_of, given))
+            both = zip(given, leaves, strict=True)
+            made = [now for now, leaf in both if isinstance(now, torch.Tensor) and now is not leaf]
+            given_args, given_kwargs = build(structure, given)
+            with weights.with_data(module, buffers):
+                follows = _FollowsData([*made, *module.parameters()], module.buffers(), reads)
+                with follows.following(), PadsNothing():
+                    result = module(*given_args, **given_kwargs)
+        return given, versions, result, follows
+
+    given, versions, result, follows = run(None)
+    suspects = follows.suspects()
+    is_same = bool(suspects) and _is_same_for_other_data(suspects, held, lambda: run(_OTHER_SEED)[-1].suspects())
     after = _plain_values_of(module)
     return AloneRun(
         given,
@@ -195,8 +224,31 @@ def run_alone(
         {name for name, value in after.items() if name not in before or before[name] != value},
         buffers,
         follows.changed(),
-        follows.made_of_data(),
+        follows.made_of_data() + suspects * (not is_same),
+        suspects * is_same,
     )
+
+
+def _is_same_for_other_data(
+    suspects: list[torch.Tensor], held: Held, run_again: Callable[[], list[torch.Tensor]]
+) -> bool:
+    """Whether a run on other data, from the same state, leaves the same, such as a mask that is made once."""
+    put_now = held.remembered_now()
+    values = [tensor.detach().clone() for tensor in suspects]
+    try:
+        with held.put_back():
+            pass
+        with held.put_back():
+            others = run_again()
+            return len(others) == len(values) and all(map(_is_equal, others, values))
+    except Exception:
+        return False  # nothing is known
+    finally:
+        put_now()
+
+
+def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _plain_values_of(module: nn.Module) -> dict[tuple[nn.Module, str], Any]:

@@ -11,16 +11,17 @@ from deepspeed_partition.capture.recording import Call, Value
 from deepspeed_partition.capture.structure import flatten
 
 TAKE_GRADIENTS = (torch.autograd.grad, torch.Tensor.backward, torch.autograd.backward)
+_PLACE_OF_INPUTS = 4
+"""Of the argument ``inputs`` of ``Tensor.backward()``, whose first one is the tensor."""
 RUN_BACKWARD = "_engine_run_backward"
 """What all of these call. Torch before 2.13 shows no mode a call of ``torch.autograd.backward()``."""
 
 
-def ends_of(
-    function: str, outputs: Any = None, inputs: Any = None, *_: Any, **named: Any
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def ends_of(function: str, *args: Any, **named: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """What a call of ``grad()`` or ``backward()`` takes gradients of, and for what; none: for all leaves."""
-    found = named.get("inputs", inputs if function == "grad" else None)
-    return tensors_in(named.get("outputs", named.get("tensors", outputs))), tensors_in(found)
+    place = 1 if function == "grad" else _PLACE_OF_INPUTS
+    outputs = named.get("outputs", named.get("tensors", args[0] if args else None))
+    return tensors_in(outputs), tensors_in(named.get("inputs", args[place] if len(args) > place else None))
 
 
 def holds_all_between(

@@ -8,6 +8,7 @@ hangs on modules stay, as transformers 5 does when a model is first called, and 
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 from collections import deque
@@ -206,6 +207,19 @@ class Held:
             for _, table, key, value in self._variables:
                 if table.get(key) is not value and not isinstance(value, Iterator):
                     table[key] = value
+
+    def remembered_now(self) -> Callable[[], None]:
+        """Remember what is there now; return what puts that back."""
+        tables = [(table, copy.copy(table)) for _, table, _, _ in self._tables]
+        variables = [(table, key, table[key]) for _, table, key, _ in self._variables if key in table]
+
+        def put() -> None:
+            for table, contents in tables:
+                _put_back(table, contents, flags_stay=False)
+            for table, key, value in variables:
+                table[key] = value
+
+        return put
 
     def left_now(self) -> Iterator[Left]:
         """What is there, and was not there before; but for attributes of modules."""

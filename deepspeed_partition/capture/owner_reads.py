@@ -31,7 +31,6 @@ def reads_attribute_of(reader: nn.Module, owner: nn.Module, path: str, name: str
            for key, each in vars(base).items()}  # fmt: skip
     methods = {key: each for key, each in own.items() if isinstance(each, FunctionType) and key != "forward"}
     reading = {name, *(key for key, each in methods.items() if loads_attribute(each.__code__, name))}
-    reading -= set(dir(torch.Tensor))  # of a variable they are a tensor's, most likely
     last = path.rpartition(".")[2]
     return any(_reads(function, reading, last) for function in search.functions)
 
@@ -42,33 +41,57 @@ def _reads(function: FunctionType, names: set[str], owner: str) -> bool:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, SyntaxError, TypeError, ValueError):
         return any(loads_attribute(function.__code__, name) for name in names)
-    own = set(_names_bound_to_members(tree))
-    if function.__name__ != "forward":
-        own |= {*inspect.signature(function).parameters} - {"self"}
+    variables = _variables(function, tree)
     return any(
-        node.attr in names and isinstance(node.ctx, ast.Load) and _may_be(node.value, owner, own)
+        node.attr in names and isinstance(node.ctx, ast.Load) and _may_be(node, owner, variables)
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
     ) or any(_asks_by_name(node, names) for node in ast.walk(tree))
 
 
-def _names_bound_to_members(tree: ast.AST) -> Iterator[str]:
-    """The variables of loops, and those that get an attribute, an item or what a call returns."""
+def _variables(function: FunctionType, tree: ast.AST) -> set[str]:
+    """The variables of a function that may be modules: not what it is given, and what is plainly a tensor."""
+    given = {*inspect.signature(function).parameters}
+    found = {
+        *function.__code__.co_varnames,
+        *function.__code__.co_freevars,
+        *function.__code__.co_cellvars,
+    } - given
+    bound: dict[str, list[ast.expr]] = {}
     for node in ast.walk(tree):
-        targets: list[ast.expr] = []
-        if isinstance(node, ast.For | ast.comprehension):
-            targets = [node.target]
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute | ast.Subscript | ast.Call):
-            is_of_module = not isinstance(node.value, ast.Call) or getattr(node.value.func, "id", "") == "getattr"
-            targets = node.targets if is_of_module else []
-        for target in targets:
-            yield from (each.id for each in ast.walk(target) if isinstance(each, ast.Name))
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    bound.setdefault(target.id, []).append(node.value)
+                elif isinstance(target, ast.Tuple) and _is_shape(node.value):
+                    found -= {each.id for each in target.elts if isinstance(each, ast.Name)}
+        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+            bound.setdefault(node.target.id, []).append(node.value)
+    found -= {name for name, values in bound.items() if all(map(_is_tensor, values))}
+    return found if function.__name__ == "forward" else found | (given - {"self"})
 
 
-def _may_be(value: ast.expr, owner: str, variables: set[str]) -> bool:
+_GIVE_MODULES = ("children", "get", "get_submodule", "getattr", "items", "modules", "next", "pop", "values")
+_NO_MODULES = (ast.BinOp, ast.UnaryOp, ast.Compare, ast.Constant, ast.JoinedStr)
+
+
+def _is_tensor(value: ast.expr) -> bool:
+    """Whether an expression is plainly no module: a result of a call, of arithmetic, a number or a size."""
+    if isinstance(value, ast.Call):
+        return getattr(value.func, "id", getattr(value.func, "attr", "")) not in _GIVE_MODULES
+    return isinstance(value, _NO_MODULES) or _is_shape(value)
+
+
+def _is_shape(value: ast.expr) -> bool:
+    called = value.func if isinstance(value, ast.Call) else value
+    return isinstance(called, ast.Attribute) and called.attr in ("shape", "size")
+
+
+def _may_be(read: ast.Attribute, owner: str, variables: set[str]) -> bool:
     """Whether what stands before the dot may be the owner: by its name, as a variable, or as a member."""
+    value = read.value
     if isinstance(value, ast.Name):
-        return value.id in variables
+        return value.id in variables and not hasattr(torch.Tensor, read.attr)
     return not isinstance(value, ast.Attribute) or value.attr == owner
 
 

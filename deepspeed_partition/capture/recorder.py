@@ -775,6 +775,8 @@ class Tape:
         """Note what a module that ran alone has left beside its result, instead of what was noted within it."""
         for tensor in run.made_of_data:
             self._left_alone.add(tensor, scope)
+        for tensor in run.made_anew:
+            self._left_alone.add(tensor, scope, is_made_anew=True)
         self._left_numbers = [each for each in self._left_numbers if scope.time not in each[0].scopes]
         numbers = ((self._path_of.get(id(owner)), name) for owner, name in run.numbers)
         self._left_numbers += [(scope, *each) for each in sorted((path, name) for path, name in numbers if path)]
@@ -804,7 +806,7 @@ class Tape:
                 raise CaptureError(USES_ANOTHERS.format(scopes[-1].target, name, model_line()))
             return
         left = self._left_alone.owner_of(tensor)
-        if left is None:
+        if left is None or (self._set_alone is not None and self._left_alone.is_made_anew(tensor)):
             return
         owner = left.target
         for scope in reversed(scopes[1:]):

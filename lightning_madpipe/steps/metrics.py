@@ -59,7 +59,7 @@ def metrics_in_containers(module: nn.Module) -> dict[str, Metric]:
 
 
 MOST_COLLECTED = 4
-"""How often it is looked whether a metric that a step has made is gone when the step has ended."""
+"""How often what steps have made for themselves is collected when the steps of a batch have ended."""
 
 
 class ToldElsewhere:
@@ -71,6 +71,7 @@ class ToldElsewhere:
     def __init__(self) -> None:
         self._metrics: dict[int, ref[Metric]] = {}
         self._made_by_steps: dict[int, ref[Metric]] = {}
+        self._told_before: dict[int, ref[Metric]] = {}
         self._is_known = False
         self._times_collected = 0
 
@@ -88,15 +89,14 @@ class ToldElsewhere:
     def look(self) -> bool:
         """Whether there is one, when the steps of a batch have ended."""
         if not self._is_known and self._metrics:
-            told, made = self._alive(self._metrics), self._alive(self._made_by_steps)
-            if told and told <= made and self._times_collected < MOST_COLLECTED:
+            if self._times_collected < MOST_COLLECTED:
                 self._times_collected += 1
                 gc.collect()  # a metric refers to itself
-                told = self._alive(self._metrics)
-                self._is_known = bool(told)
-            else:
-                self._is_known = not told <= made
-            self._metrics.clear()
+            told = self._alive(self._metrics)
+            # One that a step has made for itself is told in no other batch.
+            again = told & self._alive(self._told_before)
+            self._is_known = bool(told - self._alive(self._made_by_steps) or again)
+            self._told_before, self._metrics = self._metrics, {}
         return self._is_known
 
     @staticmethod

@@ -67,6 +67,12 @@ class Router(nn.Module):
             self.aux = given
         elif self.leaves == "its argument":
             self.aux = x
+        elif self.leaves == "a tensor of a scale":
+            self.aux = torch.tensor(x.abs().max().item() / 127)
+        elif self.leaves == "a tensor of a decision":
+            self.aux = torch.ones(1) if bool(share[0, 0] > 0.5) else -torch.ones(1)
+        elif self.leaves == "a number with a tensor's name":
+            self.max = share.max().item()
         elif self.leaves == "a tensor of a number":
             self.aux = torch.tensor(float((share > 0.5).sum()))
         elif self.leaves == "a number":
@@ -87,6 +93,8 @@ class Router(nn.Module):
             return self.stats["aux"].sum()
         if self.leaves == "a number":
             return self.num_kept
+        if self.leaves == "a number with a tensor's name":
+            return self.max
         if self.leaves == "a list of numbers":
             return sum(self.kept)
         if self.leaves == "an entry of numbers":
@@ -99,16 +107,22 @@ class Router(nn.Module):
 class Routed(Blocks):
     def __init__(self, leaves: str, reads: bool = True) -> None:
         super().__init__()
-        self.router, self.reads = Router(leaves), reads
+        self.router, self.reads, self.leaves = Router(leaves), reads, leaves if reads else ""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.through(self.router(self.first(x)))
+        if self.leaves == "a number with a tensor's name":
+            return x * (1 + self.router.max)
+        if self.leaves == "a number":
+            last, router = self.last, self.router
+            return x * (1 + router.num_kept + 0 * last.bias)
         return x * (1 + self.router.read()) if self.reads else x
 
 
 LEFT = [
     "an attribute", "an entry", "what it returns", "its argument", "a number", "a list of numbers",
-    "an entry of numbers", "a tensor of a number",
+    "an entry of numbers", "a tensor of a number", "a tensor of a scale", "a tensor of a decision",
+    "a number with a tensor's name",
 ]  # fmt: skip
 
 
@@ -497,6 +511,10 @@ class Penalized(Blocks):
         energy = self.through(hidden)
         if self.way == "grad":
             (forces,) = torch.autograd.grad(energy.sum(), hidden, create_graph=True)
+        elif self.way == "backward for inputs":
+            at = hidden.detach().requires_grad_()
+            (self.through(at) ** 2).sum().backward(inputs=[at])
+            forces = at.grad
         else:
             hidden.retain_grad()
             if self.way == "backward":
@@ -549,6 +567,13 @@ def test_code_that_takes_gradients_is_not_cut(way):
     assert [names for names in layers.recipe.names if any("penalized" in name for name in names)] == [
         ["penalized"]
     ]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_gradients_for_inputs_that_a_module_has_made_are_its_own():
+    model = HasPenalized("backward for inputs")
+    layers = captured_layers(model, torch.randn(3, WIDTH))
+    assert ["penalized"] in layers.recipe.names
 
 
 # Numbers of sizes that code makes texts and numbers of
