@@ -805,13 +805,11 @@ class Hungry(cases.Block):
 class Failures:
     """How many forwards go well before each that runs out of memory; no state of the layer that it meets."""
 
+    __module__ = "torch"  # what an object of a library holds is not put back with a step
     __slots__ = ("left",)
 
     def __init__(self) -> None:
         self.left: list[int] = []
-
-    def __call__(self) -> list[int]:  # what is called is not looked into, and not put back with a step
-        return self.left
 
 
 FAILURES = Failures()
