@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from itertools import islice
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from deepspeed_partition.code_names import LIBRARIES, SlotsOf, module_of, slots_of
 from deepspeed_partition.generators import OF_THREADS
+from deepspeed_partition.layer_calls import original_of
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 _DEPTH = 3
@@ -38,16 +40,20 @@ _LEAVES = (
 )
 
 
-def hidden_modules(module: nn.Module, apart: Container[nn.Module] = ()) -> dict[str, nn.Module]:
+def hidden_modules(
+    module: nn.Module, apart: Container[nn.Module] = (), *, of_children: bool = True
+) -> dict[str, nn.Module]:
     """Return the modules that a module and its children hold so, and their children, by names as ``fixed[0]``.
 
     Args:
         module: A layer.
         apart: Modules that belong elsewhere, such as other layers of a pipeline.
+        of_children: Whether what its registered children hold counts, too.
     """
+    module = original_of(module)
     known = set(map(id, module.modules()))
     found: dict[str, nn.Module] = {}
-    todo = deque(module.named_modules())
+    todo = deque(module.named_modules() if of_children else [("", module)])
     while todo:
         path, owner = todo.popleft()
         for name, value in list(vars(owner).items()):
@@ -62,6 +68,28 @@ def hidden_modules(module: nn.Module, apart: Container[nn.Module] = ()) -> dict[
                         place = f"{inner}.{below}" if below else inner
                         found[place] = each
                         todo.append((place, each))
+    return found
+
+
+def hidden_beside(
+    module: nn.Module, apart: Container[nn.Module] = (), *, of_children: bool = True
+) -> dict[str, nn.Module]:
+    """Return the modules that a module holds so, but for those of ``apart`` in a whole model."""
+    found = hidden_modules(module, of_children=of_children)
+
+    def is_in_more(path: str) -> bool:
+        ends = (place for place, sign in enumerate(path) if sign == ".")
+        return any(found.get(path[:end], module) not in apart for end in ends if path[:end] in found)
+
+    return {path: each for path, each in found.items() if each not in apart or not is_in_more(path)}
+
+
+def parts_of(modules: Iterable[nn.Module]) -> Container[nn.Module]:
+    """Return the modules and their children, by identity: the hash of a metric depends on what it holds."""
+    found = WeakIdKeyDictionary()
+    for module in modules:
+        for part in module.modules():
+            found[part] = None
     return found
 
 

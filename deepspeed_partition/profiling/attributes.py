@@ -114,14 +114,16 @@ def state_kept(
     Args:
         functions: What is called.
         code_of: Modules and specifications of layers, whose attributes others keep.
-        apart: Modules of the functions whose weights others keep, as those of ``code_of``.
+        apart: Modules of the functions, each without its children, whose weights others keep, as those of
+            ``code_of``.
     """
     layers = list(code_of)
     held = HeldState(functions, layers, in_full=True)
-    others = [each for each in (*layers, *apart) if isinstance(each, nn.Module)]
+    of_layers = [part for each in layers if isinstance(each, nn.Module) for part in each.modules()]
+    by_others = {id(weight) for each in (*of_layers, *apart) for weight in each.parameters(recurse=False)}
     restore = held.remembered(buffers=True, by_others=True)
     tables = ModuleTables(held.modules)
-    weights = WeightsBeside(held.modules, {id(weight) for each in others for weight in each.parameters()})
+    weights = WeightsBeside(held.modules, by_others)
     try:
         yield
     finally:

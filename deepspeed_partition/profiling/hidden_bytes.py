@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from deepspeed_partition.hidden_modules import hidden_modules, hidden_tensors
+from deepspeed_partition.hidden_modules import hidden_modules, hidden_tensors, parts_of
 from deepspeed_partition.profiling.attributes import attributes_of
 from deepspeed_partition.profiling.live_bytes import storages_of
 from deepspeed_partition.profiling.object_members import members_of
@@ -38,6 +38,9 @@ class HiddenBytes:
         self._device = device
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """By their ``id`` while they are there: another one may have it later."""
+        modules = list(modules)
+        self._apart = parts_of(modules)
+        """Layers and their parts, which a layer may reach through a whole model: they are no layer's besides."""
         for module in modules:
             self._note(module)
 
@@ -46,7 +49,7 @@ class HiddenBytes:
         modules = list(modules)
         for module in modules:
             self._note(module)
-        return sum(self._add(tensor) for module in modules for tensor in _held_by(module))
+        return sum(self._add(tensor) for module in modules for tensor in _held_by(module, self._apart))
 
     def _note(self, module: nn.Module) -> None:
         for tensor in (*module.parameters(), *module.buffers()):
@@ -63,8 +66,8 @@ class HiddenBytes:
         return num_bytes
 
 
-def _held_by(module: nn.Module) -> Iterator[torch.Tensor]:
-    hidden = hidden_modules(module)
+def _held_by(module: nn.Module, apart: Container[nn.Module]) -> Iterator[torch.Tensor]:
+    hidden = {path: each for path, each in hidden_modules(module, apart).items() if each not in apart}
     yield from hidden_tensors(hidden).values()
     for part in (*module.modules(), *hidden.values()):
         for value in attributes_of(part).values():

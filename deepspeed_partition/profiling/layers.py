@@ -12,6 +12,7 @@ from torch import nn
 from tqdm import tqdm
 
 from deepspeed_partition.dropped_writing import writing_dropped
+from deepspeed_partition.hidden_modules import parts_of
 from deepspeed_partition.layer_calls import is_layer_spec
 from deepspeed_partition.planner.problem import Chain, LayerProfile
 from deepspeed_partition.profiling.attributes import state_kept
@@ -27,10 +28,11 @@ from deepspeed_partition.profiling.boundaries import (
 from deepspeed_partition.profiling.devices import hardware_name
 from deepspeed_partition.profiling.isolation import training_conditions
 from deepspeed_partition.profiling.measure import MeasuredLayer, measure_layers, run_layers
+from deepspeed_partition.profiling.parts_of_loss import PartsOfLoss
 from deepspeed_partition.profiling.readings import suspicious
 from deepspeed_partition.profiling.run import Conditions, Loss
 from deepspeed_partition.profiling.sharing import measure_shared, share_of
-from deepspeed_partition.profiling.sources import LayerSource, layer_sources, modules_called, modules_of
+from deepspeed_partition.profiling.sources import LayerSource, layer_sources, modules_of
 from deepspeed_partition.profiling.stash import layer_profiles
 
 logger = logging.getLogger(__name__)
@@ -100,7 +102,7 @@ def profile_chain(
     rank, num_ranks = _place_in(group)
     with training_conditions(conditions.device), state_kept(*_called(sources, loss_fn)), writing_dropped():
         boundary = with_grad(to_device(inputs, conditions.device), False)
-        finish = _finish(loss_fn, labels, conditions)
+        finish = _finish(loss_fn, labels, conditions, sources)
         start, stop = share_of(len(sources), rank, num_ranks)
         silent = None if progress and rank == 0 else True  # None is tqdm's word for all but a terminal
         with tqdm(total=stop - start, desc=name, unit="layer", disable=silent) as bar:
@@ -227,7 +229,7 @@ def measure_stage(
     inputs, _ = _split(inputs, None)
     with training_conditions(conditions.device), state_kept(*_called(sources, loss_fn)), writing_dropped():
         boundary = with_grad(to_device(inputs, conditions.device), not first_stage)
-        finish = _finish(loss_fn, labels, conditions)
+        finish = _finish(loss_fn, labels, conditions, sources)
         return measure_layers(sources, boundary, conditions, finish, on_layer=on_layer)
 
 
@@ -278,19 +280,28 @@ def _split(sample: Any, loss_fn: LossFunction | None) -> tuple[Boundary, Any]:
 def _called(
     sources: Iterable[LayerSource], loss_fn: LossFunction | None
 ) -> tuple[list[Any], list[Any], tuple[nn.Module, ...]]:
-    """Return the loss with the layers that are functions, the other layers, and the modules of the loss.
+    """Return the loss with the layers that are functions, the other layers, and what the loss uses besides.
 
-    Measuring calls the functions often, where they are; layers and the modules of the loss run on copies.
+    Measuring calls the functions often, where they are; layers and what the loss uses run on copies.
     """
     functions: list[Any] = [loss_fn]
     others: list[Any] = []
+    sources = list(sources)
     for each in sources:
         forward = getattr(each.source, "forward_fn", None)
         is_function = forward is not None or not (isinstance(each.source, nn.Module) or is_layer_spec(each.source))
         functions += [forward or each.source] if is_function else []
         others += [each.source, *modules_of(each.source)]
-    return functions, others, modules_called(loss_fn)
+    return functions, others, _parts_of_loss(loss_fn, sources).parts
 
 
-def _finish(loss_fn: LossFunction | None, labels: Any, conditions: Conditions) -> Loss | None:
-    return None if loss_fn is None else Loss(loss_fn, to_device(labels, conditions.device))
+def _finish(
+    loss_fn: LossFunction | None, labels: Any, conditions: Conditions, sources: Iterable[LayerSource]
+) -> Loss | None:
+    if loss_fn is None:
+        return None
+    return Loss(loss_fn, to_device(labels, conditions.device), _parts_of_loss(loss_fn, sources))
+
+
+def _parts_of_loss(loss_fn: LossFunction | None, sources: Iterable[LayerSource]) -> PartsOfLoss:
+    return PartsOfLoss.of(loss_fn, parts_of(module for each in sources for module in modules_of(each.source)))

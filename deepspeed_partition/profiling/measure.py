@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from deepspeed_partition.given_modules import built_aside
-from deepspeed_partition.hidden_modules import hidden_modules, hidden_tensors
+from deepspeed_partition.hidden_modules import parts_of
 from deepspeed_partition.profiling.backward_halves import Halves
 from deepspeed_partition.profiling.boundaries import Boundary, bytes_of, describe, detached, receive, tensors_of
 from deepspeed_partition.profiling.failed_backward import forget_failed_backward
@@ -21,7 +21,7 @@ from deepspeed_partition.profiling.isolation import gradients_kept, stand_ins
 from deepspeed_partition.profiling.layer_memory import MemoryReading, keys_of, measure_memory
 from deepspeed_partition.profiling.live_bytes import storages_of
 from deepspeed_partition.profiling.run import Conditions, LayerRun, Loss, gradients_for
-from deepspeed_partition.profiling.sources import BuiltLayer, LayerSource, modules_of, said
+from deepspeed_partition.profiling.sources import BuiltLayer, LayerSource, modules_called, modules_of, said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,16 +84,24 @@ class MeasuredLayer:
 
 @contextmanager
 def _ready(
-    layer: LayerSource, boundary: Boundary, conditions: Conditions, finish: Loss | None = None
+    layer: LayerSource,
+    boundary: Boundary,
+    conditions: Conditions,
+    finish: Loss | None = None,
+    apart: Container[nn.Module] = (),
 ) -> Iterator[BuiltLayer]:
-    """Build the layer and put it on the device, with the modules of its loss, within the context."""
+    """Build the layer and put it on the device, with the modules of its loss, within the context.
+
+    ``apart`` are the layers of the chain and their parts.
+    """
     try:
         with built_aside(layer.source, layer.build) as built:
-            of_loss = () if finish is None else finish.modules
+            of_loss = () if finish is None else modules_called(finish.function)
             for what, modules in ((f"layer {layer.name!r}", built.modules), ("the loss function", of_loss)):
-                if any(map(nn.parameter.is_lazy, _tensors_held_by(modules))):
+                if any(map(nn.parameter.is_lazy, _weights_of(modules))):
                     raise ValueError(f"{what} has lazy parameters or buffers, without shapes: run it once before")
-            with stand_ins(built.modules, conditions.device, beside=of_loss):
+            beside = None if finish is None else finish.parts
+            with stand_ins(built.modules, conditions.device, beside=beside, apart=apart):
                 yield built
     except (torch.cuda.OutOfMemoryError, MemoryError) as error:
         forget_failed_backward()
@@ -103,10 +111,9 @@ def _ready(
         ) from error
 
 
-def _tensors_held_by(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
-    """The parameters and buffers of modules, and of modules that these hold where torch does not look."""
+def _weights_of(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
     for module in modules:
-        yield from (*module.parameters(), *module.buffers(), *hidden_tensors(hidden_modules(module)).values())
+        yield from (*module.parameters(), *module.buffers())
 
 
 def measure_layer(
@@ -115,13 +122,15 @@ def measure_layer(
     conditions: Conditions,
     finish: Loss | None = None,
     hidden: HiddenBytes | None = None,
+    apart: Container[nn.Module] = (),
 ) -> tuple[MeasuredLayer, Boundary]:
     """Measure one layer on the input ``boundary``; return the measurement and the output, detached.
 
-    ``hidden`` counts what layers hold where torch does not look; None: it knows no other layers.
+    ``hidden`` counts what layers hold where torch does not look; None: it knows no other layers. ``apart`` are the
+    layers of the chain and their parts, which stay as they are where this one holds them.
     """
     hidden = HiddenBytes((), conditions.device) if hidden is None else hidden
-    with _ready(layer, boundary, conditions, finish) as built:
+    with _ready(layer, boundary, conditions, finish, apart) as built:
         run = LayerRun(layer.name, built.call, boundary, conditions, finish, built.modules)
         parameters = built.parameters()
         with gradients_kept(_parameters_elsewhere(run, parameters)):
@@ -145,9 +154,11 @@ def measure_layer(
     return measured, output
 
 
-def run_layer(layer: LayerSource, boundary: Boundary, conditions: Conditions) -> Boundary:
-    """Return the output of one layer, detached; nothing is measured."""
-    with _ready(layer, boundary, conditions) as built:
+def run_layer(
+    layer: LayerSource, boundary: Boundary, conditions: Conditions, apart: Container[nn.Module] = ()
+) -> Boundary:
+    """Return the output of one layer, detached; nothing is measured. ``apart``: as for :func:`measure_layer`."""
+    with _ready(layer, boundary, conditions, apart=apart) as built:
         output, _ = LayerRun(layer.name, built.call, boundary, conditions, modules=built.modules).forward(
             receive(boundary)[0]
         )
@@ -160,29 +171,38 @@ def measure_layers(
     conditions: Conditions,
     finish: Loss | None = None,
     *,
+    of_chain: Sequence[LayerSource] = (),
     on_layer: Callable[[], object] | None = None,
 ) -> tuple[list[MeasuredLayer], Boundary]:
     """Measure consecutive layers, one at a time; return the measurements and the last output, detached.
 
     Args:
         finish: makes the loss of the last output; its cost is part of the last layer.
+        of_chain: all layers of the chain, where others have some of them.
         on_layer: called after each layer.
     """
     measured = []
-    hidden = HiddenBytes((each for layer in layers for each in modules_of(layer.source)), conditions.device)
+    modules = [each for layer in of_chain or layers for each in modules_of(layer.source)]
+    hidden, apart = HiddenBytes(modules, conditions.device), parts_of(modules)
     for layer in layers:
         loss = finish if layer is layers[-1] else None
-        one, boundary = measure_layer(layer, boundary, conditions, loss, hidden)
+        one, boundary = measure_layer(layer, boundary, conditions, loss, hidden, apart)
         measured.append(one)
         if on_layer is not None:
             on_layer()
     return measured, boundary
 
 
-def run_layers(layers: Sequence[LayerSource], boundary: Boundary, conditions: Conditions) -> Boundary:
+def run_layers(
+    layers: Sequence[LayerSource],
+    boundary: Boundary,
+    conditions: Conditions,
+    of_chain: Sequence[LayerSource] = (),
+) -> Boundary:
     """Return the output of consecutive layers, one at a time on the device; nothing is measured."""
+    apart = parts_of(each for layer in of_chain or layers for each in modules_of(layer.source))
     for layer in layers:
-        boundary = run_layer(layer, boundary, conditions)
+        boundary = run_layer(layer, boundary, conditions, apart)
     return boundary
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from deepspeed_partition.cached_results import CACHE, cache_kept
 from deepspeed_partition.code_names import SlotsOf
@@ -44,6 +45,8 @@ MOST_BYTES = 2**28
 """Bytes of the largest tensor or array that is copied to be put back: a larger one is data and no state."""
 MOST_BYTES_READ = 2**32
 """Bytes of the largest array that is read to see whether it has changed: an array counts no writes."""
+STAND_INS = WeakIdKeyDictionary()
+"""Copies that stand for tensors while layers are looked at: nothing that is written to them stays."""
 
 
 def mark(value: Any) -> Any:
@@ -236,7 +239,7 @@ class Remembering:
         if isinstance(value, torch.Tensor) and nn.parameter.is_lazy(value):
             return _nothing
         if isinstance(value, torch.Tensor | np.ndarray) and not self._copies(value):
-            return self._large_told(value) if self._by_others else _nothing
+            return self._large_told(value) if self._by_others and value not in STAND_INS else _nothing
         if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and not value.is_inference():
             copy, version = value.detach().clone(), value._version
 

@@ -14,7 +14,8 @@ from torch import nn
 from deepspeed_partition.profiling.boundaries import Boundary, describe, is_boundary, tensors_of
 from deepspeed_partition.profiling.devices import device_or_default
 from deepspeed_partition.profiling.layer_outputs import ways_out
-from deepspeed_partition.profiling.sources import layer_in_words, modules_called, said
+from deepspeed_partition.profiling.parts_of_loss import PartsOfLoss
+from deepspeed_partition.profiling.sources import layer_in_words, said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +71,11 @@ class Loss:
 
     function: Callable[[Any, Any], torch.Tensor]
     labels: Any
+    parts: PartsOfLoss
+    """What the function uses that the layers do not have."""
 
     def __call__(self, output: Any) -> Any:
         return self.function(output, self.labels)
-
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """The modules whose weights are the loss's own."""
-        return modules_called(self.function)
 
 
 HANDED_OVER = (

@@ -57,7 +57,7 @@ def measure_shared(
         onward = None
         if given is not None:
             try:
-                onward = run_layers(share, given, conditions)
+                onward = run_layers(share, given, conditions, layers)
             except Exception as error:
                 result = error
         _send_boundary(onward, rank + 1, conditions, group)
@@ -65,7 +65,8 @@ def measure_shared(
     if given is not None and not isinstance(result, Exception) and share:
         try:
             ends = stop == len(layers)
-            result, _ = measure_layers(share, given, conditions, finish if ends else None, on_layer=on_layer)
+            loss = finish if ends else None
+            result, _ = measure_layers(share, given, conditions, loss, of_chain=layers, on_layer=on_layer)
         except Exception as error:
             result = error
     return _gather(result, num_ranks, group)

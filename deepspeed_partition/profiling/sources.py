@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from deepspeed_partition.code_names import attribute_of
 from deepspeed_partition.layer_calls import is_layer_spec, unpacking
 from deepspeed_partition.pipeline_attributes import is_engine, is_pipeline_module, modules_of_program
 from deepspeed_partition.profiling.live_bytes import storages_of
@@ -147,19 +148,44 @@ def modules_of(layer: Any) -> tuple[nn.Module, ...]:
 
 
 def modules_called(function: Any) -> tuple[nn.Module, ...]:
-    """Return the modules whose weights are those of a loss function: itself, or what it is a method of.
+    """Return the modules that a loss function is, or is given: their weights are its own.
 
-    A pipeline module's are its layers': of that the modules count that a program has added to it.
+    A pipeline module's are its layers': of a method of one, and of itself, the modules count that a program has
+    added to it.
     """
-    if isinstance(function, functools.partial):
-        given = (*function.args, *function.keywords.values())
-        return (*modules_called(function.func), *(each for each in given if isinstance(each, nn.Module)))
-    owner = function.__self__ if isinstance(function, MethodType) else function
-    if isinstance(owner, nn.Module):
-        if is_engine(owner):
-            return ()
-        return tuple(modules_of_program(owner)) if is_pipeline_module(owner) else (owner,)
-    return modules_of(function)
+    found: list[nn.Module] = []
+    for each in _wrapped_by(function):
+        owner = each.__self__ if isinstance(each, MethodType) else each
+        if isinstance(owner, nn.Module) and is_pipeline_module(owner):
+            found += modules_of_program(owner)
+        elif isinstance(each, nn.Module) and not is_engine(each):
+            found.append(each)
+    return tuple(found)
+
+
+def methods_of(function: Any) -> list[tuple[nn.Module, MethodType]]:
+    """Return the methods of modules that a loss function is, or is around, each with its module."""
+    found = [(each.__self__, each) for each in _wrapped_by(function) if isinstance(each, MethodType)]
+    return [
+        (owner, method)
+        for owner, method in found
+        if isinstance(owner, nn.Module) and not is_engine(owner) and not is_pipeline_module(owner)
+    ]
+
+
+def _wrapped_by(function: Any) -> Iterator[Any]:
+    """A function, or what it is made of: what it is around, and of a partial the modules that it is given."""
+    seen: list[Any] = []
+    while not any(function is each for each in seen):
+        seen.append(function)
+        if isinstance(function, functools.partial):
+            given = (*function.args, *function.keywords.values())
+            yield from (each for each in given if isinstance(each, nn.Module))
+            function = function.func
+            continue
+        yield function
+        wrapped = None if isinstance(function, nn.Module) else attribute_of(function, "__wrapped__")
+        function = function if wrapped is None else wrapped
 
 
 def _storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:

@@ -26,16 +26,20 @@ class WeightsBeside:
     Args:
         modules: Each without its children.
         apart: The ``id`` of weights that do not count.
+        most_bytes: How many are copied; left out: as many as ``MOST_BYTES``.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], apart: Container[int] = ()) -> None:
+    def __init__(
+        self, modules: Iterable[nn.Module], apart: Container[int] = (), most_bytes: int | None = None
+    ) -> None:
+        most_bytes = MOST_BYTES if most_bytes is None else most_bytes
         places = {id(place.weight): place for place in places_of(dict.fromkeys(modules))}
         self._copied, self._others = list[tuple[int, torch.Tensor]](), list[int]()
         self._places = [place for key, place in places.items() if key not in apart and not is_lazy(place.weight)]
         num_bytes = 0
         for number, place in enumerate(self._places):
             size = num_bytes_of(place.weight)
-            if place.weight.requires_grad or num_bytes + size > MOST_BYTES:
+            if place.weight.requires_grad or num_bytes + size > most_bytes:
                 self._others.append(number)
             else:
                 num_bytes += size

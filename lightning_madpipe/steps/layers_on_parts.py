@@ -42,6 +42,7 @@ from deepspeed_partition.capture.model_layers import contents_of
 from deepspeed_partition.engine.runtime.first_failure import in_words
 from deepspeed_partition.engine.runtime.random_state import preserved_random_state, random_state, torch_state
 from deepspeed_partition.generators import COMMON, GENERATORS, generator_state, members_of
+from deepspeed_partition.hidden_modules import parts_of
 from deepspeed_partition.layer_calls import unpacking
 from deepspeed_partition.profiling.attributes import attributes_kept, attributes_of
 from deepspeed_partition.profiling.isolation import stand_ins
@@ -168,6 +169,7 @@ def layers_on_parts(
         torch.inference_mode(False),
         torch.set_grad_enabled(is_training),
     ):
+        apart = parts_of(each for layer in call.layers for each in _modules_of(layer))
         for place, (layer, function) in enumerate(zip(call.layers, functions, strict=True)):
             if function is None or passed is None:
                 break
@@ -175,7 +177,7 @@ def layers_on_parts(
             name, shown = _in_words(place, layer, names)
             look = _Look(name, shown, function, modules, found, needed, names, _number_of(samples), given)
             try:
-                with stand_ins(modules, device, dtype=dtype, trains=False) as noted:
+                with stand_ins(modules, device, dtype=dtype, trains=False, apart=apart) as noted:
                     look.put_weights_back = noted()
                     behind, parts_behind = look.at(passed, parts)
                     needed = look.needed_behind

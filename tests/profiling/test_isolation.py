@@ -6,7 +6,7 @@ import copy
 import importlib
 import random
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,9 @@ import torch
 from torch import nn
 
 from deepspeed_partition import kept_values
-from deepspeed_partition.profiling import attributes, profile_chain, remembered_values, weights_beside
+from deepspeed_partition.layer_calls import unpacking
+from deepspeed_partition.profiling import attributes, isolation, profile_chain, remembered_values, weights_beside
+from deepspeed_partition.profiling.hidden_bytes import HiddenBytes
 
 QUICK: dict[str, Any] = {"warm_up": 1, "repeats": 1, "device": "cpu", "halves": False}
 X = torch.ones(5, 8)
@@ -537,3 +539,154 @@ def test_a_large_buffer_of_a_loss_is_put_back(said: list[str], monkeypatch: pyte
     loss = CenterLoss()
     measure(nn.Linear(8, 8), loss)
     assert not loss.bank.any() and not said
+
+
+# What a loss or a layer reaches through the whole model.
+
+
+class Net(nn.Module):
+    """A whole model, whose loss is a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.head, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.far, self.late = nn.Linear(8, 8, device="meta"), nn.LazyLinear(8)
+
+    def plain_loss(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return mean_loss(outputs, labels)
+
+    def head_loss(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.plain_loss(self.norm(self.head(outputs)), labels)
+
+    def any_loss(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return mean_loss(outputs, labels) + sum(w.sum() for n, w in self.named_parameters() if "head" in n)
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The tensors that are copied for the runs."""
+    shapes: list[Any] = []
+    make = isolation._copy
+
+    def noted(tensor: torch.Tensor, *how: Any) -> torch.Tensor:
+        shapes.append(tensor)
+        return make(tensor, *how)
+
+    monkeypatch.setattr(isolation, "_copy", noted)
+    return shapes
+
+
+@pytest.mark.parametrize(("loss", "expected"), [("plain_loss", 0), ("head_loss", 7), ("any_loss", 7)])
+def test_a_loss_that_is_a_method_has_copies_of_what_it_names(loss: str, expected: int, copied: list[Any]) -> None:
+    """The whole model was copied while the last layer was measured, and weights without values were refused."""
+    net = Net()
+    before = values_of(net.head, net.norm)
+    profile_chain(list(net.blocks), (X, torch.zeros(5, 8)), loss_fn=getattr(net, loss), **QUICK)
+    assert same(before, net.head, net.norm) and net.head.weight.grad is None
+    others = {id(weight) for block in net.blocks for weight in block.parameters()}
+    assert len([each for each in copied if id(each) not in others]) == expected
+    assert len(copied) == 6 + expected, "each layer's once"
+
+
+def test_a_decorated_method_of_a_model_is_a_loss_with_its_weights(copied: list[Any]) -> None:
+    net = Net()
+    method = net.head_loss
+
+    @wraps(method)
+    def loss_fn(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return method(outputs, labels)
+
+    before = values_of(net.head, net.norm)
+    profile_chain(list(net.blocks), (X, torch.zeros(5, 8)), loss_fn=loss_fn, **QUICK)
+    assert same(before, net.head, net.norm) and len(copied) == 6 + 7
+    assert net.head.weight.grad is None
+
+
+class Within(nn.Module):
+    """A block that knows the whole model."""
+
+    def __init__(self, model: Net, place: int) -> None:
+        super().__init__()
+        self.block, self.model = model.blocks[place], [model]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x)
+
+
+class Reaching(nn.Linear):
+    """A layer with two inputs that knows what it is in."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.around: list[nn.Module] = []
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + y
+
+
+def test_layers_reached_through_the_whole_model_are_not_copied(copied: list[Any]) -> None:
+    net = Net()
+    chain = profile_chain([Within(net, place) for place in range(3)], X, **QUICK)
+    weights = {id(weight) for weight in net.blocks.parameters()}
+    assert len([each for each in copied if id(each) in weights]) == 6
+    copied.clear()
+    assert len(chain.layers) == 3
+    layer, parent = Reaching(), nn.Module()
+    parent.layer, parent.other = layer, nn.Linear(8, 8)
+    layer.around = [parent]
+    profile_chain([lambda x: (x, x), unpacking(layer)], X, **QUICK)
+    assert len(copied) == 2
+
+
+def test_bytes_of_layers_reached_through_the_whole_model_are_theirs() -> None:
+    net = Net()
+    net.far, net.late = nn.Identity(), nn.Identity()
+    net.blocks[1].table = torch.zeros(7)
+    layers = [Within(net, place) for place in range(3)]
+    hidden = HiddenBytes(layers[:2], torch.device("cpu"))
+    others = sum(tensor.nbytes for part in (net.head, net.norm) for tensor in part.state_dict().values())
+    third = sum(tensor.nbytes for tensor in net.blocks[2].state_dict().values())
+    assert [hidden.of([layer]) for layer in layers[:2]] == [others + third, 28], (
+        "the second one's table is its own"
+    )
+
+
+@pytest.mark.parametrize("size", [4, 2**30])
+def test_large_frozen_modules_in_lists_are_not_copied(
+    size: int, said: list[str], copied: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_beside, "MOST_BYTES", size)
+    layer = Distilled()
+    layer.teacher[0].requires_grad_(False)
+    teacher = layer.teacher[0].weight.clone()
+    measure(layer)
+    names = [line.partition(":")[0] for line in said]
+    assert (names == ["weight of Linear (Parameter)"], torch.equal(teacher, layer.teacher[0].weight)) == (
+        (True, False) if size == 4 else (False, True)
+    )
+    assert len([each for each in copied if each.shape == (8, 8)]) == (3 if size == 4 else 4)
+    norm = layer.tools.norm
+    assert norm.num_batches_tracked == 0 and not norm.running_mean.any()
+
+
+def test_lazy_modules_in_lists_do_not_stop_the_measuring(said: list[str]) -> None:
+    """A layer was refused that held one, also where none used it."""
+    layer = Helped([nn.LazyLinear(8)])
+    layer.spare = [nn.LazyLinear(8), nn.LazyBatchNorm1d()]
+    measure(layer)
+    assert [line.partition(" while")[0] for line in said] == [
+        "weight of Linear (Parameter): it got its shape and its first values",
+        "bias of Linear (Parameter): it got its shape and its first values",
+    ]
+
+
+def test_large_buffers_of_copies_are_not_said(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was said of a buffer that it was changed, where only its copy was."""
+    monkeypatch.setattr(remembered_values, "MOST_BYTES", 8)
+    layer = Helped(nn.Identity())
+    layer.banks = [nn.Module()]
+    layer.banks[0].register_buffer("bank", torch.zeros(4, 8))
+    layer.register_forward_hook(lambda *_: layer.banks[0].bank.add_(1))
+    measure(layer)
+    assert not layer.banks[0].bank.any() and not said

@@ -314,14 +314,14 @@ def test_modules_that_share_a_parameter_still_do_while_measured():
 
 
 class Around(nn.Module):
-    """A loss with a module in a list."""
+    """A loss with a module."""
 
     def __init__(self, inner):
         super().__init__()
-        self.inner = [inner]
+        self.inner = inner
 
     def forward(self, outputs, labels):
-        return self.inner[0](outputs).mean()
+        return self.inner(outputs).mean()
 
 
 @pytest.mark.parametrize(
