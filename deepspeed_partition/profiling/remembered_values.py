@@ -54,26 +54,32 @@ def mark(value: Any) -> Any:
     return _mark(value, _DEPTH)
 
 
-def _mark(value: Any, depth: int) -> Any:
-    """What tells a value from what it is after a change, without its numbers where it is a tensor."""
+def _mark(value: Any, depth: int, around: tuple[int, ...] = ()) -> Any:
+    """What tells a value from what it is after a change, without its numbers where it is a tensor.
+
+    ``around`` are the ``id`` of the containers that it stands in.
+    """
     if type(value) in PLAIN:
         return value
     if isinstance(value, torch.Tensor):
         return id(value), version_of(value)
-    if isinstance(value, list | tuple | deque) and len(value) <= MOST_MEMBERS:
-        return id(value), [_mark(member, depth) for member in value]
-    if isinstance(value, dict) and len(value) <= MOST_MEMBERS:
-        return id(value), {key: _mark(member, depth) for key, member in value.items()}
     if isinstance(value, list | tuple | dict | set | deque):
-        return id(value), len(value)
+        if isinstance(value, set) or len(value) > MOST_MEMBERS or id(value) in around:
+            return id(value), len(value)
+        around = (*around, id(value))
+        if isinstance(value, dict):
+            return id(value), {key: _mark(member, depth, around) for key, member in value.items()}
+        return id(value), [_mark(member, depth, around) for member in value]
     if (owner := owner_of_method(value)) is not None:
-        return id(owner), _mark(owner, depth)
+        return id(owner), _mark(owner, depth, around)
     state = state_of(value)
     value = itself(value)
     if state is not None:
         return id(value), state
     table = members_of(value) if depth else None
-    return id(value), None if table is None else {key: _mark(member, depth - 1) for key, member in table.items()}
+    if table is None:
+        return id(value), None
+    return id(value), {key: _mark(member, depth - 1, around) for key, member in table.items()}
 
 
 class PartialArguments(MutableMapping[str, Any]):
@@ -136,6 +142,8 @@ class Remembering:
         self._iterators = iterators
         self._depth = _DEPTH_MEASURED if by_others else _DEPTH
         self._name = ""
+        self._walked: set[tuple[int, int]] = set()
+        """Values that are being looked into, by their ``id`` and the depth."""
         self._meanwhile: dict[Remembered, Any] = {}
         """What stands in the place of a value, by the function that puts it back."""
 
@@ -165,8 +173,15 @@ class Remembering:
             return lambda: value
         key = id(value), depth
         found = self._known.get(key)
-        if found is None:
+        if found is not None:
+            return found
+        if key in self._walked:  # it holds itself
+            return lambda: value
+        self._walked.add(key)
+        try:
             found = self._known[key] = self._by_another(value, depth) or self._itself(value, depth)
+        finally:
+            self._walked.discard(key)
         return found
 
     def _itself(self, value: Any, depth: int) -> Remembered:

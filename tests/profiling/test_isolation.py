@@ -690,3 +690,48 @@ def test_large_buffers_of_copies_are_not_said(said: list[str], monkeypatch: pyte
     layer.register_forward_hook(lambda *_: layer.banks[0].bank.add_(1))
     measure(layer)
     assert not layer.banks[0].bank.any() and not said
+
+
+# Values that hold themselves.
+
+
+class OwnDict(dict[str, Any]):
+    """Settings that are their own attributes, with a method among them."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.__dict__ = self
+        self["total"] = self.sum_up
+
+    def sum_up(self) -> int:
+        return int(self["a"])
+
+
+class OwnList(list[Any]):
+    def __init__(self) -> None:
+        super().__init__([0, self.first])
+
+    def first(self) -> Any:
+        return self[0]
+
+
+@pytest.mark.parametrize("make", [lambda: OwnDict(a=0), OwnList])
+def test_containers_that_hold_a_method_of_their_own_are_put_back(make: Callable[[], Any]) -> None:
+    """They were a raw RecursionError."""
+    layer = Helped(nn.Identity())
+    layer.settings = settings = make()
+    method = settings["total" if isinstance(settings, dict) else 1]
+    key = "a" if isinstance(settings, dict) else 0
+    layer.register_forward_hook(lambda *_: settings.__setitem__(key, settings[key] + 1))
+    measure(layer)
+    assert layer.settings is settings and settings[key] == 0
+    assert settings["total" if isinstance(settings, dict) else 1] == method
+    before = remembered_values.mark(settings)
+    assert before == remembered_values.mark(settings)
+    settings[key] += 1
+    assert before != remembered_values.mark(settings)
+    loop: list[Any] = [0]
+    loop.append(loop)
+    layer.settings = loop
+    measure(layer)
+    assert layer.settings is loop and loop[1] is loop
