@@ -26,6 +26,7 @@ LIBRARIES = (
 PACKAGES = frozenset(("site-packages", "dist-packages"))
 """How folders are called that packages are installed in."""
 MOST_FUNCTIONS = 200
+"""Functions that are read of a program, and as many of installed packages."""
 OF_EXEC = "exec()"
 """The owner of names of a function that belongs to no module: ``exec()`` has made it in a dict without a name."""
 _OF_FILE = frozenset(
@@ -275,16 +276,22 @@ class CodeSearch:
         self.functions: list[FunctionType] = []
         """Those that were read."""
         self.caches: dict[str, Any] = {}
-        """Functions that keep their results, by name."""
+        """Functions that keep their results, by name, but for those of installed packages."""
         self._is_of_program, self._seen = is_of_program, set[int]()
+        self._num_read = Counter[bool]()
+        """How many functions have been read of installed packages, and how many others."""
 
     def read(self, code: Any, kind: type | None) -> None:
         """Find what a function reads, and the functions of the program that it calls."""
         function = function_of(code)
-        if function is None or len(self._seen) >= MOST_FUNCTIONS or not self._is_of_program(function.__module__):
+        if function is None or not self._is_of_program(function.__module__):
+            return
+        of_package = is_installed(function.__module__)
+        if self._num_read[of_package] >= MOST_FUNCTIONS:
             return
         wrapper = attribute_of(code, "__func__", code)
-        if isinstance(wrapper, CACHE) and not any(wrapper is each for each in self.caches.values()):
+        is_cache = isinstance(wrapper, CACHE) and not of_package
+        if is_cache and not any(wrapper is each for each in self.caches.values()):
             written = shown = f"{name_of(function)}()"
             while shown in self.caches:  # of another call of the function around it
                 shown = f"{written} {len(self.caches) + 1}"
@@ -292,6 +299,7 @@ class CodeSearch:
         if id(function) in self._seen:
             return
         self._seen.add(id(function))
+        self._num_read[of_package] += 1
         self.functions.append(function)
         self.written.update(names_in(function.__code__))
         for name in _defaults_of(function):

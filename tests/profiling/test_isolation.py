@@ -505,6 +505,59 @@ def test_what_code_of_an_installed_package_names_is_put_back(
     assert (package.Layer.calls, package.Loss.calls, package.Helper.calls, package.SEEN) == (0, 0, 0, [])
 
 
+LARGE = (
+    """
+import functools
+from torch import nn
+
+@functools.lru_cache(maxsize=16)
+def recipe(size):
+    return 1 / size
+
+"""
+    + "".join(f"def f{n}(x):\n    return f{n + 1}(x)\n\n" for n in range(300))
+    + """
+def f300(x):
+    return x * recipe(len(x)) * recipe(x.dim())
+
+class Layer(nn.Module):
+    def forward(self, x):
+        return f150(f0(x))
+"""
+)
+
+
+class Counted(nn.Module):
+    """Counts its runs in its class."""
+
+    runs = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        type(self).runs += 1
+        return x
+
+
+def test_large_installed_packages_leave_room_for_the_code_of_a_program(
+    said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The code of a layer was not read behind 200 functions of a package, whose cache was said to have results."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "large_package.py").write_text(LARGE)
+    monkeypatch.syspath_prepend(folder)
+    package = importlib.import_module("large_package")
+    monkeypatch.setattr(Counted, "runs", 0)
+    package.recipe(3)
+    profile_chain([nn.Sequential(package.Layer(), nn.Linear(8, 8)), Counted(), nn.Linear(8, 8)], X, **QUICK)
+    assert Counted.runs == 0 and not said
+    (folder / "small_package.py").write_text(LARGE.replace("f150(f0(x))", "f299(x)"))
+    importlib.invalidate_caches()
+    package = importlib.import_module("small_package")
+    package.recipe(3)
+    profile_chain([nn.Sequential(package.Layer(), nn.Linear(8, 8)), Counted(), nn.Linear(8, 8)], X, **QUICK)
+    assert Counted.runs == 0 and not said
+
+
 # Tensors that are too large to be copied.
 
 
