@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Iterator, MutableMapping
+from collections.abc import Container, Iterable, Iterator, MutableMapping
+from itertools import islice
 from types import MethodType
 from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 
-from deepspeed_partition.code_names import CodeSearch, forward_of, function_of, is_installed
+from deepspeed_partition.code_names import CodeSearch, attribute_of, forward_of, function_of, is_installed
 from deepspeed_partition.hidden_modules import hidden_modules, modules_within
 from deepspeed_partition.module_hooks import MODULE_HOOKS
 from deepspeed_partition.pipeline_attributes import (
@@ -18,10 +21,19 @@ from deepspeed_partition.pipeline_attributes import (
     modules_of_program,
     names_of_program,
 )
-from deepspeed_partition.profiling.object_members import attributes_of, is_function_of_library, owner_of_method
-from deepspeed_partition.profiling.remembered_values import MOST_MEMBERS, PartialArguments
+from deepspeed_partition.profiling.object_members import (
+    attributes_of,
+    is_function_of_library,
+    members_of,
+    owner_of_method,
+)
+from deepspeed_partition.profiling.remembered_values import MOST_MEMBERS, PLAIN, PartialArguments
 
 _OWN_PACKAGES = ("deepspeed_partition", "lightning_madpipe")
+_DEPTH = 3
+"""Containers and objects in one another in which functions are looked for."""
+_MOST_VALUES = 20_000
+"""Values that are looked at for that."""
 
 
 class Held:
@@ -41,7 +53,7 @@ class Held:
         """Those of specifications, whose modules are put back where they are built (``given_modules.py``)."""
         self._seen: dict[int, Any] = {}
         """What was looked at, by ``id``; it is held, so that no other one gets the ``id`` of a method."""
-        self._of_parts = of_parts
+        self._of_parts, self._num_left = of_parts, _MOST_VALUES
         self._search = CodeSearch(
             lambda module: not is_installed(module) or (module or "").partition(".")[0] in packages
         )
@@ -56,6 +68,8 @@ class Held:
         if id(value) in self._seen or isinstance(value, type) or not callable(value) or is_engine(value):
             return
         self._seen[id(value)] = value
+        if not isinstance(value, nn.Module):
+            self.add(attribute_of(value, "__wrapped__"))  # such as a method, whose object is not in its code
         if is_pipeline_module(value):
             self._add_pipeline(value)
         elif isinstance(value, nn.Module):
@@ -88,7 +102,7 @@ class Held:
             self._read(getattr(kind, "forward", None), kind)
 
     def _read_parts(self, module: nn.Module) -> None:
-        for part in module.modules():
+        for part in (*module.modules(), *hidden_modules(module).values()):
             for base in type(part).__mro__:  # one may call that of another with super()
                 if "forward" in vars(base):
                     self._read(vars(base)["forward"], type(part))
@@ -101,16 +115,25 @@ class Held:
                 for hook in list(getattr(part, kind, {}).values()):
                     self.add(hook)
 
-    def _read_functions(self, value: Any) -> None:
-        """Read functions of the program that are an attribute, or stand in one."""
-        members = (
-            value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
-        )
-        for member in list(members)[:MOST_MEMBERS]:
-            owner = owner_of_method(member)
-            if function_of(member) is not None:
-                self._read(member, None if owner is None else type(owner))
-            self._read_call_of(member if owner is None else owner)
+    def _read_functions(self, value: Any, depth: int = _DEPTH) -> None:
+        """Read functions of the program that are an attribute, or stand in containers and objects there."""
+        if type(value) in PLAIN or isinstance(value, nn.Module | torch.Tensor | np.ndarray) or not self._num_left:
+            return
+        self._num_left -= 1
+        members: Iterable[Any] = ()
+        if isinstance(value, dict):
+            members = value.values()
+        elif isinstance(value, list | tuple):
+            members = value
+        else:
+            owner = owner_of_method(value)
+            if function_of(value) is not None:
+                self._read(value, None if owner is None else type(owner))
+            self._read_call_of(value if owner is None else owner)
+            if depth and not isinstance(value, type):
+                members = (members_of(value if owner is None else owner) or {}).values()
+        for member in list(islice(members, MOST_MEMBERS)) if depth else ():
+            self._read_functions(member, depth - 1)
 
     def _read_call_of(self, value: Any) -> None:
         """Read what calls an object of the program's that is no function and no module."""

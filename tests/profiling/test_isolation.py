@@ -788,3 +788,78 @@ def test_containers_that_hold_a_method_of_their_own_are_put_back(make: Callable[
     layer.settings = loop
     measure(layer)
     assert layer.settings is loop and loop[1] is loop
+
+
+# Code behind decorators, and of what stands in containers and objects.
+
+
+class Computing:
+    """An object that counts, one of whose methods is decorated."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def compute(self, x: torch.Tensor, labels: Any = None) -> torch.Tensor:
+        self.calls += 1
+        return x if labels is None else mean_loss(x, labels)
+
+
+def _wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def function(x: torch.Tensor, labels: Any = None) -> Any:
+        return method(x, labels)
+
+    return function
+
+
+def _compiled(method: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(method, backend="eager")
+
+
+@pytest.mark.parametrize("decorate", [_wrapped, _compiled])
+def test_what_a_decorated_method_belongs_to_is_put_back(decorate: Callable[..., Any]) -> None:
+    """Neither as a layer nor as a loss was its object looked at."""
+    computing, of_loss = Computing(), Computing()
+    measure(decorate(computing.compute), decorate(of_loss.compute))
+    assert (computing.calls, of_loss.calls) == (0, 0)
+
+
+TALLY = {"runs": 0}
+
+
+class Tallying(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        TALLY["runs"] += 1
+        return x
+
+
+def tallied(x: torch.Tensor) -> torch.Tensor:
+    TALLY["runs"] += 1
+    return x
+
+
+@pytest.mark.parametrize(
+    "helper",
+    [
+        [Tallying()],
+        [SimpleNamespace(act=tallied).act],
+        [[[tallied]]],
+        SimpleNamespace(inner=SimpleNamespace(act=tallied)),
+        SimpleNamespace(acts=[Warm(), tallied]),
+    ],
+    ids=["module", "function", "lists", "objects", "list of an object"],
+)
+def test_what_code_in_containers_and_objects_names_is_put_back(helper: Any) -> None:
+    layer = Helped(nn.Identity())
+    layer.tools = helper
+
+    def run(module: Any, _: Any, outputs: torch.Tensor) -> torch.Tensor:
+        tool = module.tools
+        while not callable(tool):
+            tool = tool[-1] if isinstance(tool, list) else next(iter(vars(tool).values()))
+        return tool(outputs)  # type: ignore[no-any-return]
+
+    layer.register_forward_hook(run)
+    TALLY["runs"], Warm.total = 0, 0
+    measure(layer)
+    assert TALLY["runs"] == 0
