@@ -57,7 +57,7 @@ def hidden_modules(
     while todo:
         path, owner = todo.popleft()
         for name, value in list(vars(owner).items()):
-            if name in _OF_TORCH or isinstance(value, nn.Module):
+            if name in _OF_TORCH:
                 continue
             for inner, hidden in _modules_in(value, f"{path}.{name}" if path else name, _DEPTH):
                 if id(hidden) in known or hidden in apart or any(each is module for each in hidden.modules()):

@@ -388,6 +388,7 @@ class Holding(nn.Module):
             nn.Linear(WIDTH, WIDTH),
             {"more": nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))},
         ]
+        object.__setattr__(self, "beside", nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
         self.also = self.meter.seen
         if keeps_generator:
             self.meter.squares = (number**2 for number in range(10**6))
@@ -403,6 +404,7 @@ class Holding(nn.Module):
             drawn = self.helper.numbers.random()
             self.factor += drawn + self.listed[-1].number + self.newest.total_seconds() + self.local.count
         x = x + 0.1 * self.fixed[0](x) + 0.1 * self.fixed[1]["more"](x) + 0.1 * self.helper.norm(x)
+        x = x + 0.1 * self.beside(x)
         return x * (1 + 0.001 * self.factor + 0.001 * self.helper.count)
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from deepspeed_partition import kept_values
+from deepspeed_partition.hidden_modules import hidden_modules
 from deepspeed_partition.layer_calls import unpacking
 from deepspeed_partition.profiling import attributes, isolation, profile_chain, remembered_values, weights_beside
 from deepspeed_partition.profiling.hidden_bytes import HiddenBytes
@@ -863,3 +864,38 @@ def test_what_code_in_containers_and_objects_names_is_put_back(helper: Any) -> N
     TALLY["runs"], Warm.total = 0, 0
     measure(layer)
     assert TALLY["runs"] == 0
+
+
+# Modules in the table of attributes itself.
+
+
+class Following(nn.Linear):
+    """A layer with a teacher that is not registered, and a module that knows it."""
+
+    def __init__(self, *, by_dict: bool) -> None:
+        super().__init__(8, 8)
+        teacher = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.BatchNorm1d(8))
+        if by_dict:
+            self.__dict__["teacher"] = teacher
+        else:
+            object.__setattr__(self, "teacher", teacher)
+        self.inner = nn.Identity()
+        object.__setattr__(self.inner, "parent", self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.teacher[0].weight.lerp_(self.weight, 0.1)
+        return self.inner(super().forward(x) + self.teacher(x))
+
+
+@pytest.mark.parametrize("by_dict", [True, False])
+def test_modules_in_the_table_of_attributes_are_put_back(by_dict: bool, copied: list[Any]) -> None:
+    """A teacher that follows the layer had moved, and its running statistics had changed."""
+    layer = Following(by_dict=by_dict)
+    before = values_of(layer, layer.teacher)
+    assert list(hidden_modules(layer)) == ["teacher", "teacher.0", "teacher.1"]
+    measure(layer)
+    assert same(before, layer, layer.teacher) and len(copied) == 4 + 2 + 7
+    assert HiddenBytes([layer], torch.device("cpu")).of([layer]) == sum(
+        tensor.nbytes for tensor in layer.teacher.state_dict().values()
+    )
