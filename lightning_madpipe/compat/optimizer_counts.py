@@ -46,12 +46,25 @@ class _Listening:
     tell: Tell | None = None
 
 
-def _let_tell(optimizer: Any) -> None:
-    """Put containers that tell in the place of an optimizer's; they stay, for a script may hold them."""
+def states_of(optimizer: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """The weights that an optimizer keeps something of, each with that."""
+    own = _of_torch(optimizer)
+    return [] if own is None else [(weight, kept) for weight, kept in own.state.items() if isinstance(kept, dict)]
+
+
+def _of_torch(optimizer: Any) -> torch.optim.Optimizer | None:
     while not isinstance(optimizer, torch.optim.Optimizer):  # one of DeepSpeed's is around it
         optimizer = getattr(optimizer, "optimizer", None)
         if optimizer is None:
-            return
+            return None
+    return optimizer
+
+
+def _let_tell(optimizer: Any) -> None:
+    """Put containers that tell in the place of an optimizer's; they stay, for a script may hold them."""
+    optimizer = _of_torch(optimizer)
+    if optimizer is None:
+        return
     for group in optimizer.param_groups:
         if type(group["params"]) is list:
             group["params"] = _Parameters(group["params"])

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from deepspeed_partition.code_names import is_librarys
@@ -34,7 +35,7 @@ from lightning_madpipe.compat.hook_sentences import (
     SEVERAL,
     WHOLE_STATE,
 )
-from lightning_madpipe.compat.optimizer_counts import Tell, counts_told
+from lightning_madpipe.compat.optimizer_counts import Tell, counts_told, states_of
 from lightning_madpipe.compat.running_code import OTHERS, clears_gradients, goes_by_names, is_of_the_user
 from lightning_madpipe.compat.weights_in_flight import WeightsInFlight
 from lightning_madpipe.compat.written_weights import written_into_masters
@@ -259,6 +260,10 @@ class HookWatch:
             for place, group in enumerate(getattr(optimizer, "param_groups", ())):
                 for weight in group["params"]:
                     names.setdefault(id(weight), f"{FLAT}{place}")
+            # What an optimizer keeps of a weight is as good as the weight: each rank has that of its own layers.
+            for weight, kept in states_of(optimizer):
+                if (name := names.get(id(weight))) is not None:
+                    names |= {id(value): name for value in kept.values() if isinstance(value, Tensor)}
         return names
 
     def _buffers_beside(self) -> dict[int, str]:

@@ -232,11 +232,16 @@ class BetweenPipelines:
         Metric._sync_dist = sync  # type: ignore[method-assign,assignment]
 
         def set_noted(metric: Metric, name: str, value: Any) -> None:
+            is_sent_to_nobody = name in ("_computed", COUNTS[0]) and not any(
+                vars(metric).get(each) is not None for each in ("dist_sync_fn", "process_group")
+            )
+            if name == "_computed" and is_sent_to_nobody and not between._is_step():
+                value = None  # ranks that were told nothing since would keep it, and not come when others ask
             if name == COUNTS[0] and between._is_step():
                 told = between._steps().told_elsewhere
                 if name not in vars(metric):
                     told.made(metric)
-                elif value and metric.dist_sync_fn is None and metric.process_group is None:
+                elif value and is_sent_to_nobody:
                     told.note(metric)
             _SET(metric, name, value)
 

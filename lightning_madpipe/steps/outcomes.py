@@ -280,7 +280,7 @@ class Outcomes:
             self._say(
                 f"{step} changes a {kind}, and objects of this class are not sent to the other ranks: keep what "
                 "they shall know in attributes of the module, as numbers, tensors, lists or dataclasses of them, "
-                "or as torchmetrics metrics"
+                "or as torchmetrics metrics that are attributes themselves, or in an nn.ModuleList"
             )
         for place, holder in self._held_by_layers(changes):
             self._say(

@@ -80,7 +80,7 @@ class Asking(cases.Classifier):
     def on_train_epoch_end(self) -> None:
         for number, metric in enumerate(self.later):
             self.log(f"later_{number}", metric.compute())
-            metric.reset()
+        self.later[0].reset()
 
 
 class Summing(cases.Classifier):
@@ -229,6 +229,33 @@ def metrics_of_one_rank(host: Host) -> dict[str, Any]:
     return {**end(trainer), "of_rank_0": module.of_rank_0 if trainer.is_global_zero else [3.0, 3.0, 3.0]}
 
 
+class Moments(cases.Classifier):
+    """Looks at the mean of all second moments."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        states = self.trainer.optimizers[0].state.values()
+        self.mean = float(torch.stack([state["exp_avg_sq"].mean() for state in states]).mean())
+
+
+class Decays(cases.Classifier):
+    """Changes each moment by itself."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for state in self.trainer.optimizers[0].state.values():
+            state["exp_avg"].mul_(0.9)
+
+
+def states_of_optimizers(host: Host) -> list[str]:
+    """Each rank has those of its own layers."""
+    from lightning_madpipe.compat import watched_hooks
+
+    said: list[str] = []
+    with patch.object(watched_hooks, "warn_once", lambda _, line: said.append(line)):
+        for build in (Moments, Decays):
+            trained(host, seeded(build), max_epochs=1)
+    return said
+
+
 class Predicts(cases.Classifier):
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self(batch[0]).argmax(-1)
@@ -255,7 +282,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     ],
     4: [],
 }  # fmt: skip
-ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
-    2: [sums_over_stages, metrics_of_predictions],
+ONLY_PIPELINE: dict[int, list[Callable[[Host], Any]]] = {
+    2: [sums_over_stages, metrics_of_predictions, states_of_optimizers],
     4: [metrics_asked_anywhere],
 }

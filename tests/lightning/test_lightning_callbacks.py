@@ -55,6 +55,16 @@ def test_two_stages_do_as_one_process(two: Records, case: str) -> None:
     assert_same(two.of(case), two.reference[case])
 
 
+def test_what_a_hook_makes_of_an_optimizers_states_is_said(two: Records) -> None:
+    for rank in two.ranks:
+        said = rank["states_of_optimizers"]
+        assert all("on_train_batch_end of " in line for line in said)
+    assert any(
+        "Moments takes" in line or "Moments computes" in line for line in two.ranks[0]["states_of_optimizers"]
+    )
+    assert not any("Decays" in line for line in two.ranks[0]["states_of_optimizers"])
+
+
 def test_metrics_of_predictions_are_said_to_count_each_rank(two: Records) -> None:
     for rank in two.ranks:
         found = rank["metrics_of_predictions"]
@@ -176,7 +186,7 @@ def test_whole_model_files_are_those_of_one_device(two: Records) -> None:
 
 def test_metrics_that_one_of_two_pipelines_tells_something_are_asked_by_both(four: Records) -> None:
     for rank in four.ranks:
-        assert rank["metrics_asked_anywhere"]["metrics"]["later_1"] == 21.0
+        assert rank["metrics_asked_anywhere"]["metrics"]["later_1"] == 42.0
 
 
 def test_whole_model_files_of_two_pipelines_are_those_of_one(four: Records) -> None:
