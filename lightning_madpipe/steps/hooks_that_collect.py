@@ -115,6 +115,10 @@ def _writes(hook: Any, part: nn.Module, owners: Sequence[Any]) -> Iterator[tuple
         tree = ast.parse(textwrap.dedent(inspect.getsource(hook)))
     except (OSError, SyntaxError):  # typed into a shell, or a part of a line
         return
+    if code.co_name == "<lambda>":  # its line may have more than the lambda
+        given_names = list(code.co_varnames[: code.co_argcount])
+        found = (each for each in ast.walk(tree) if isinstance(each, ast.Lambda))
+        tree = ast.Module([ast.Expr(each) for each in found if [a.arg for a in each.args.args] == given_names], [])
     aliases = _aliases(tree)
     for target in _targets(tree):
         passed = set[str]()

@@ -94,6 +94,16 @@ def changes_the_output(module: Module) -> Any:
     return lambda layer, inputs, output: output * module.settings["scale"]
 
 
+def within_a_line_that_sets_something(module: Module) -> Any:
+    hook = lambda layer, inputs, output: output / 2
+    module.features = {}  # noqa: E702, E731
+    return hook
+
+
+def fills_by_a_lambda(module: Module) -> Any:
+    return lambda layer, inputs, output: module.outputs.append(output)
+
+
 HOOKS = [
     (lambda module: module.keep, "self.features"),
     (lambda module: module.saver, "self.saver.output"),
@@ -103,6 +113,8 @@ HOOKS = [
     (set_on_the_layer, "self.net.1.output"),
     (partial, "self.features"),
     (changes_the_output, None),
+    (within_a_line_that_sets_something, None),
+    (fills_by_a_lambda, "self.outputs"),
 ]
 
 
