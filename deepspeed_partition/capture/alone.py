@@ -172,6 +172,13 @@ class _FollowsData(TorchDispatchMode):
         return _alive(self._suspects)
 
 
+def _seed(seed: int, device: torch.device) -> None:
+    """Seed the generators that are put back: those of the CPU and of a device."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+
+
 def _makes(func: Any, read: list[torch.Tensor]) -> bool:
     return not read or func is torch.ops.aten.lift_fresh.default
 
@@ -201,7 +208,7 @@ def run_alone(
     def run(seed: int | None) -> tuple[list[Any], list[int | None], Any, _FollowsData]:
         with hidden_modes(), same_random_numbers(device), torch.no_grad():
             if seed is not None:
-                torch.manual_seed(seed)
+                _seed(seed, device)
             given = [data_like(leaf, device) for leaf in leaves]
             versions = list(map(_version_of, given))
             both = zip(given, leaves, strict=True)

@@ -92,7 +92,11 @@ def _may_be(read: ast.Attribute, owner: str, variables: set[str]) -> bool:
     value = read.value
     if isinstance(value, ast.Name):
         return value.id in variables and not hasattr(torch.Tensor, read.attr)
-    return not isinstance(value, ast.Attribute) or value.attr == owner
+    if isinstance(value, ast.Attribute):
+        return value.attr == owner
+    is_item = isinstance(value, ast.Subscript) and isinstance(value.value, ast.Attribute)
+    is_given = isinstance(value, ast.Call) and not _is_tensor(value)
+    return is_item or is_given or not hasattr(torch.Tensor, read.attr)
 
 
 def _asks_by_name(node: ast.AST, names: set[str]) -> bool:

@@ -236,11 +236,11 @@ class FollowedValues(TorchFunctionMode):
         return None if name is None else frozenset((name,))
 
     def _sources_of(self, tensor: Tensor) -> frozenset[str]:
+        if self._known is None:
+            self._known = self._read_names()  # which notes what optimizers keep, too
         found = self._sources.get(tensor)
         if found is not None:
             return found
-        if self._known is None:
-            self._known = self._read_names()
         name = self._known.get(id(tensor))
         return frozenset() if name is None else frozenset((name,))
 

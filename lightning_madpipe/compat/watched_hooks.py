@@ -263,7 +263,9 @@ class HookWatch:
             # What an optimizer keeps of a weight is as good as the weight: each rank has that of its own layers.
             for weight, kept in states_of(optimizer):
                 if (name := names.get(id(weight))) is not None:
-                    names |= {id(value): name for value in kept.values() if isinstance(value, Tensor)}
+                    for value in kept.values():
+                        if isinstance(value, Tensor) and (value.numel() > 1 or weight.numel() == 1):  # no count
+                            self._values[value] = frozenset((name,))
         return names
 
     def _buffers_beside(self) -> dict[int, str]:

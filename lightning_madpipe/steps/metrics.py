@@ -72,6 +72,7 @@ class ToldElsewhere:
         self._metrics: dict[int, ref[Metric]] = {}
         self._made_by_steps: dict[int, ref[Metric]] = {}
         self._told_before: dict[int, ref[Metric]] = {}
+        self._with_value: dict[int, ref[Metric]] = {}
         self._is_known = False
         self._times_collected = 0
 
@@ -103,9 +104,21 @@ class ToldElsewhere:
     def _alive(metrics: dict[int, ref[Metric]]) -> set[int]:
         return {key for key, each in metrics.items() if each() is not None}
 
+    def keeps_value(self, metric: Metric) -> None:
+        """Note one that keeps its value, until it is told something."""
+        self._with_value[id(metric)] = ref(metric)
+
     def learn(self, is_told: bool) -> None:
-        """Learn of it from the rank that runs steps."""
+        """Learn of it from the rank that runs steps, when a batch has ended.
+
+        What metrics have kept of a hook is forgotten: ranks that were told nothing since would not come when the
+        others gather again.
+        """
         self._is_known |= is_told
+        for each in self._with_value.values():
+            if (metric := each()) is not None:
+                metric._computed = None
+        self._with_value.clear()
 
 
 def named_with_class(name: str, metric: Metric) -> str:
@@ -235,8 +248,9 @@ class BetweenPipelines:
             is_sent_to_nobody = name in ("_computed", COUNTS[0]) and not any(
                 vars(metric).get(each) is not None for each in ("dist_sync_fn", "process_group")
             )
-            if name == "_computed" and is_sent_to_nobody and not between._is_step():
-                value = None  # ranks that were told nothing since would keep it, and not come when others ask
+            steps = between._steps() if name == "_computed" and is_sent_to_nobody and value is not None else None
+            if steps is not None and steps.running is None:
+                steps.told_elsewhere.keeps_value(metric)
             if name == COUNTS[0] and between._is_step():
                 told = between._steps().told_elsewhere
                 if name not in vars(metric):

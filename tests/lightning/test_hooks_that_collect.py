@@ -95,9 +95,7 @@ def changes_the_output(module: Module) -> Any:
 
 
 def within_a_line_that_sets_something(module: Module) -> Any:
-    hook = lambda layer, inputs, output: output / 2
-    module.features = {}  # noqa: E702, E731
-    return hook
+    return [lambda layer, inputs, output: output / 2, module.outputs.append(None)][0]
 
 
 def fills_by_a_lambda(module: Module) -> Any:
