@@ -229,7 +229,7 @@ def test_all_degrees_of_data_parallelism_share_its_limit(monkeypatch):
 def test_a_long_chain_has_a_plan_however_short_the_time(algorithm):
     made, platform = tight(1400, 64, 0.1)
     seconds, plan = spent(make_plan, made, platform, algorithm, time_limit_seconds=1e-3)
-    assert seconds < 4
+    assert seconds < 8  # of a processor: about 3 where nothing else runs, 4 where both cores are shared
     assert not plan.proved
     assert replay(plan, made).violations == ()
 
