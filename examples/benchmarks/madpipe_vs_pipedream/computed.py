@@ -23,7 +23,8 @@ from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.profiling.boundaries import bytes_of
 from deepspeed_partition.profiling.isolation import training_conditions
 from deepspeed_partition.profiling.measure import measure_layers
-from deepspeed_partition.profiling.run import Conditions
+from deepspeed_partition.profiling.parts_of_loss import PartsOfLoss
+from deepspeed_partition.profiling.run import Conditions, Loss
 from deepspeed_partition.profiling.sources import layer_sources
 from deepspeed_partition.profiling.stash import layer_profiles
 
@@ -87,7 +88,7 @@ def computed_chain(name: str, network: Callable[[int], Any], micro_batch_size: i
     with FakeTensorMode(), training_conditions(conditions.device), clock:
         layers, (images, labels), loss_fn = network(micro_batch_size)
         measured, _ = measure_layers(
-            layer_sources(layers), images, conditions, lambda output: loss_fn(output, labels)
+            layer_sources(layers), images, conditions, Loss(loss_fn, labels, PartsOfLoss.of(loss_fn))
         )
         input_bytes = bytes_of(images)
     return Chain(
