@@ -20,7 +20,13 @@ from deepspeed_partition.capture.left_behind import Held, held_by
 from deepspeed_partition.capture.recording import Call
 from deepspeed_partition.capture.structure import build, flatten, plain_leaves
 from deepspeed_partition.capture.weights_without_data import WeightsWithoutData, storage_of
-from deepspeed_partition.capture.without_data import PadsNothing, data_like, hidden_modes, same_random_numbers
+from deepspeed_partition.capture.without_data import (
+    PadsNothing,
+    data_like,
+    hidden_modes,
+    same_random_numbers,
+    written_by,
+)
 from deepspeed_partition.tensor_values import has_memory, version_of
 
 _OF_TORCH = frozenset(vars(nn.Module()))
@@ -108,14 +114,6 @@ class _FollowsData(TorchDispatchMode):
         if has_memory(tensor):
             self._own.add(storage_of(tensor))
 
-    def _is_of_data(self, tensor: torch.Tensor) -> bool:
-        found = self._of_data.get(id(tensor))
-        return found is not None and found() is tensor
-
-    def _is_suspect(self, tensor: torch.Tensor) -> bool:
-        found = self._suspects.get(id(tensor))
-        return found is not None and found() is tensor
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         read = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
@@ -123,11 +121,11 @@ class _FollowsData(TorchDispatchMode):
             self._reads(tensor)
         self._keep_written(func, args, kwargs)
         out = func(*args, **kwargs)
-        is_of_data = torch.Tag.nondeterministic_seeded in func.tags or any(map(self._is_of_data, read))
+        is_of_data = torch.Tag.nondeterministic_seeded in func.tags or _has_some(self._of_data, read)
         self._has_numbers |= is_of_data and func in _NUMBERS_OF
         # What is made of no tensor behind that may be made of the number, or as that decides.
         is_suspect = not is_of_data and (
-            any(map(self._is_suspect, read)) or (self._has_numbers and _makes(func, read))
+            _has_some(self._suspects, read) or (self._has_numbers and _makes(func, read))
         )
         known = {storage_of(tensor) for tensor in read if has_memory(tensor)}
         for tensor in flatten(out)[0]:
@@ -141,15 +139,10 @@ class _FollowsData(TorchDispatchMode):
         return out
 
     def _keep_written(self, func: Any, args: Any, kwargs: Any) -> None:
-        for place, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            written = args[place] if place < len(args) else kwargs.get(argument.name)
-            for tensor in written if isinstance(written, list | tuple) else [written]:
-                if isinstance(tensor, torch.Tensor) and has_memory(tensor):
-                    storage = storage_of(tensor)
-                    if storage not in self._own and storage not in self._before:
-                        self._before[storage] = tensor, tensor.untyped_storage().clone()
+        for tensor in filter(has_memory, written_by(func, args, kwargs)):
+            storage = storage_of(tensor)
+            if storage not in self._own and storage not in self._before:
+                self._before[storage] = tensor, tensor.untyped_storage().clone()
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -181,6 +174,11 @@ def _seed(seed: int, device: torch.device) -> None:
 
 def _makes(func: Any, read: list[torch.Tensor]) -> bool:
     return not read or func is torch.ops.aten.lift_fresh.default
+
+
+def _has_some(tensors: dict[int, weakref.ref[torch.Tensor]], read: list[torch.Tensor]) -> bool:
+    found = ((tensors.get(id(each)), each) for each in read)
+    return any(kept is not None and kept() is each for kept, each in found)
 
 
 def _alive(tensors: dict[int, weakref.ref[torch.Tensor]]) -> list[torch.Tensor]:

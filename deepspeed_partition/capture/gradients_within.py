@@ -11,10 +11,13 @@ from deepspeed_partition.capture.recording import Call, Value
 from deepspeed_partition.capture.structure import flatten
 
 TAKE_GRADIENTS = (torch.autograd.grad, torch.Tensor.backward, torch.autograd.backward)
+"""The functions by which code takes gradients."""
 _PLACE_OF_INPUTS = 4
-"""Of the argument ``inputs`` of ``Tensor.backward()``, whose first one is the tensor."""
+"""The place of the argument ``inputs`` of ``Tensor.backward()``, counted from the tensor itself, which is 0."""
 RUN_BACKWARD = "_engine_run_backward"
-"""What all of these call. Torch before 2.13 shows no mode a call of ``torch.autograd.backward()``."""
+"""The name in ``torch.autograd`` of the function that ``grad()`` and ``backward()`` call.
+
+Torch before 2.13 shows no mode a call of ``torch.autograd.backward()``."""
 
 
 def ends_of(function: str, *args: Any, **named: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -59,7 +59,7 @@ from deepspeed_partition.capture.sizes import Condition, CountedRange, Dimension
 from deepspeed_partition.capture.source_lines import line_of, model_frame, model_line
 from deepspeed_partition.capture.structure import build, flatten, holds_tensors, plain_leaves
 from deepspeed_partition.capture.weights_without_data import State, WeightsWithoutData, storage_of
-from deepspeed_partition.capture.without_data import hidden_functions
+from deepspeed_partition.capture.without_data import hidden_functions, written_by
 from deepspeed_partition.tensor_values import has_memory
 
 BYTES_PER_OPERATION = 0.05
@@ -114,15 +114,6 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._tape.function(func, args, kwargs or {})
-
-
-@functools.cache
-def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    return tuple(
-        (place, argument.name)
-        for place, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
 
 
 SETS_ONCE = (
@@ -580,11 +571,8 @@ class Tape:
         effects = self._effects
         if torch.Tag.nondeterministic_seeded in func.tags:
             effects.random = True
-        for place, name in _written_arguments(func):
-            written = args[place] if place < len(args) else kwargs.get(name)
-            for tensor in written if isinstance(written, list | tuple) else [written]:
-                if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-                    effects.mutated.add(storage_of(tensor))
+        written = written_by(func, args, kwargs)
+        effects.mutated |= {storage_of(tensor) for tensor in written if tensor.layout is torch.strided}
         outs = out if isinstance(out, list | tuple) else [out]
         moved = [each for each in outs if isinstance(each, torch.Tensor)]
         packet = getattr(func, "_overloadpacket", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -47,6 +48,24 @@ def data_like(leaf: Any, device: torch.device) -> Any:
         return torch.randn(shape, device=device).to(dtype)
     make = torch.ones if dtype is torch.bool else torch.zeros
     return make(shape, dtype=dtype, device=device)
+
+
+@functools.cache
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    return tuple(
+        (place, argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """The tensors that an operation of torch's dispatcher writes to, of what it is given."""
+    for place, name in _written_arguments(func):
+        written = args[place] if place < len(args) else kwargs.get(name)
+        for tensor in written if isinstance(written, list | tuple) else [written]:
+            if isinstance(tensor, torch.Tensor):
+                yield tensor
 
 
 class PadsNothing(TorchDispatchMode):
