@@ -51,16 +51,19 @@ def hidden_modules(
         of_children: Whether what its registered children hold counts, too.
     """
     module = original_of(module)
-    known = set(map(id, module.modules()))
+    own = set(map(id, module.modules()))
+    known = set(own)
     found: dict[str, nn.Module] = {}
     todo = deque(module.named_modules() if of_children else [("", module)])
     while todo:
         path, owner = todo.popleft()
+        # A module around the layer, or around the child that points to it, is a model and no part of the layer.
+        inside = {id(module), id(owner)} if id(owner) in own else {id(module)}
         for name, value in list(vars(owner).items()):
             if name in _OF_TORCH:
                 continue
             for inner, hidden in _modules_in(value, f"{path}.{name}" if path else name, _DEPTH):
-                if id(hidden) in known or hidden in apart or any(each is module for each in hidden.modules()):
+                if id(hidden) in known or hidden in apart or not inside.isdisjoint(map(id, hidden.modules())):
                     continue
                 for below, each in hidden.named_modules():
                     if id(each) not in known:

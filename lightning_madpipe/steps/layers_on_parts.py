@@ -10,6 +10,8 @@ Each layer runs on a few samples, one layer after the other, with the same rando
 - on each half alone, where it draws nothing: together that is what it gives for all of them;
 - with its floating inputs times 30 and divided by it, and on up to sixteen samples, of which the first half are
   one and the same: a norm may be limited, and a router of experts may drop what is too much for one of them;
+- with inputs that are all ones and zeros, as masks are, set to zero for a sample of either half and the end of
+  another: what has no value of its own may get a mean over the others, and lengths may differ in a later batch;
 - once more, watched: code that asks a tensor for a number that depends on the samples may decide by it for all of
   them (``deciding_layers.py``);
 - twice in a row: attributes and buffers that the second run changes again, such as a counter or a running average,
@@ -18,8 +20,8 @@ Each layer runs on a few samples, one layer after the other, with the same rando
 A layer that passes so in training runs backward, too (``gradients_on_parts.py``). Batch normalization is named
 elsewhere, and does not count meanwhile. All of it takes place on copies of parameters and buffers; attributes and
 random numbers are put back. It costs fourteen forwards of one layer for at most four samples, three for at most
-sixteen, and four or five forwards with their backwards. Three more are for what layers hand over beside their
-outputs (``handed_over.py``).
+sixteen (six with masks), and four or five forwards with their backwards. Three more are for what layers hand over
+beside their outputs (``handed_over.py``).
 """
 
 from __future__ import annotations
@@ -161,7 +163,7 @@ def layers_on_parts(
     passed: Tensors | None = samples.inputs
     needed = tuple(tensor.requires_grad for tensor in samples.inputs)
     parts = _Parts.of(samples)
-    alike = _Chain.of_alike(samples)
+    others = [_Chain.of_alike(samples), _Chain.of_masked(samples)]
     given = GivenTensors(len(samples.inputs))
     with (
         silenced([module, *layers]),
@@ -185,9 +187,11 @@ def layers_on_parts(
                     if given.layer_writes() and call.captured is None:
                         found.writing.append(shown)
                     if parts is None or parts_behind is None:
-                        alike.three = None
+                        for chain in others:
+                            chain.three = None
                     else:
-                        look.look_at_others(alike, parts.scaled(passed), _dims_of(behind, parts_behind))
+                        chains = [*others, *parts.scaled(passed)]
+                        look.look_at_others(chains, _dims_of(behind, parts_behind))
                     passed, parts = behind, parts_behind
             except LayerRaisedError:  # it is told where the layer runs for good
                 break
@@ -329,25 +333,65 @@ class _Chain:
     @staticmethod
     def of_alike(samples: FewSamples) -> _Chain:
         """More samples, of which those of the first half are one and the same."""
-        own = samples.inputs if samples.more is None else samples.more
-        dims = samples.dims
-        if dims is None or len(own) != len(dims):
+
+        def halves(tensor: Tensor, dim: int, rows: int) -> tuple[Tensor, Tensor]:
+            half = tensor.shape[dim] // 2
+            alike = torch.cat([tensor.narrow(dim, 0, rows)] * (half // rows), dim)
+            return alike, tensor.narrow(dim, half, half)
+
+        return _Chain(_of_halves(samples, halves))
+
+    @staticmethod
+    def of_masked(samples: FewSamples) -> _Chain:
+        """More samples, of which masks leave some out, and the end of another; none where no input is a mask."""
+        inputs = _many(samples)
+        dims = samples.dims or ()
+        if not any(dim is not None and _is_mask(tensor) for tensor, dim in zip(inputs, dims, strict=False)):
             return _Chain(None)
-        size = _number_of(FewSamples(own, dims))
-        if size < 4 or size % 2:
-            return _Chain(None)
-        three: list[Tensors] = []
-        for tensor, dim in zip(own, dims, strict=True):
-            if dim is None:
-                three.append((tensor, tensor, tensor))
-                continue
-            half, one = tensor.shape[dim] // 2, tensor.narrow(dim, 0, tensor.shape[dim] // size)
-            alike, rest = torch.cat([one] * (size // 2), dim), tensor.narrow(dim, half, half)
-            three.append(
-                (torch.cat([alike, rest], dim), torch.cat([rest, rest], dim), torch.cat([alike, alike], dim))
-            )
-        own_, first, second = zip(*three, strict=True)
-        return _Chain((own_, first, second))
+
+        def halves(tensor: Tensor, dim: int, rows: int) -> tuple[Tensor, Tensor]:
+            first, second = (half.clone() for half in tensor.split(tensor.shape[dim] // 2, dim))
+            if _is_mask(tensor):
+                for half in (first, second):
+                    half.narrow(dim, 0, rows).zero_()
+                last = second.narrow(dim, second.shape[dim] - rows, rows)
+                last[..., (last.shape[-1] + 1) // 2 :] = 0
+            return first, second
+
+        return _Chain(_of_halves(samples, halves))
+
+
+def _many(samples: FewSamples) -> Tensors:
+    return samples.inputs if samples.more is None else samples.more
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    """Whether a tensor of several numbers has no others than ones and zeros, and some of them are ones."""
+    is_one = tensor == 1
+    return tensor.ndim > 0 and not tensor.is_complex() and bool(is_one.any() and (is_one | (tensor == 0)).all())
+
+
+def _of_halves(samples: FewSamples, halves: Callable[[Tensor, int, int], tuple[Tensor, Tensor]]) -> Three | None:
+    """Samples in two halves, and with each half in the place of the other; None where they cannot be told apart.
+
+    Args:
+        halves: Makes the halves of a tensor, given the dimension that counts the samples and the rows of a sample.
+    """
+    own, dims = _many(samples), samples.dims
+    if dims is None or len(own) != len(dims):
+        return None
+    size = _number_of(FewSamples(own, dims))
+    if size < 4 or size % 2:
+        return None
+    three: list[Tensors] = []
+    for tensor, dim in zip(own, dims, strict=True):
+        if dim is None:
+            three.append((tensor, tensor, tensor))
+            continue
+        first, second = halves(tensor, dim, tensor.shape[dim] // size)
+        three.append((torch.cat([first, second], dim), torch.cat([second] * 2, dim), torch.cat([first] * 2, dim)))
+    together, of_first, of_second = zip(*three, strict=True)
+    return together, of_first, of_second
 
 
 def _embeddings_by_frequency(names: Mapping[nn.Module, str], call: PipelineCall) -> list[str]:
@@ -427,10 +471,10 @@ class _Look:
             self._look_at_gradients(passed, parts, whole, following, draws, restore)
         return whole, _Parts(other_first, other_second, self._halves(whole, following)) if draws else following
 
-    def look_at_others(self, alike: _Chain, scaled: Sequence[_Chain], dims: Dims | None) -> None:
-        """Look at the layer for more samples, many of them alike, and for smaller and larger numbers.
+    def look_at_others(self, chains: Sequence[_Chain], dims: Dims | None) -> None:
+        """Look at the layer for other samples: many alike, some without values, with smaller and larger numbers.
 
-        It may divide by a norm from some size on, or drop what is more than it has room for.
+        It may divide by a norm from some size on, drop what is more than it has room for, or fill in a mean.
 
         Args:
             dims: The dimension of each output that counts the samples; None where it is not known.
@@ -438,7 +482,7 @@ class _Look:
         restore = random_state()
         with modes(dict.fromkeys(self._statistics, False)), torch.no_grad():
             is_named = any(map(_has_statistics, self._statistics)) or self.shown in self._found.mixing
-            for chain in (alike, *scaled):
+            for chain in chains:
                 if chain.three is None:
                     continue
                 try:

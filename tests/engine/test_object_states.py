@@ -156,3 +156,14 @@ def test_modules_that_are_held_elsewhere_are_found():
     assert sorted(hidden_tensors(found)) == sorted(names)
     named = {("module", "fixed[0]"): norm}
     assert loaded(object_state([norm], named), {("module", "fixed[0]"): other}) == [other]
+
+
+@pytest.mark.parametrize("in_list", [True, False])
+def test_the_model_around_a_child_is_no_part_of_a_layer(in_list: bool):
+    """A captured layer holds blocks that may point to their model, whose other weights do not move along."""
+    block, teacher = nn.Linear(2, 2), nn.Linear(2, 2)
+    model, layer = nn.Sequential(nn.Linear(2, 2), block), nn.Sequential(nn.ReLU(), block)
+    object.__setattr__(block, "model", [model] if in_list else model)
+    assert hidden_modules(layer) == {}
+    block.teacher = [teacher]
+    assert hidden_modules(layer) == {"1.teacher[0]": teacher}

@@ -509,6 +509,46 @@ def test_layers_that_mix_samples_for_some_numbers_alone_are_named(case: str) -> 
         assert looked_at((4, WIDTH), 0, layers, kind) == OnParts(mixing=["self.net.2 (Layer)"])
 
 
+def scaled_by_observed(given: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Divides each sample by its mean, and one without observations by that of the batch, as gluonts does."""
+    x, observed = given
+    total, number = (x.abs() * observed).sum(1, keepdim=True), observed.sum(1, keepdim=True)
+    of_all = total.sum() / number.sum().clamp(min=1)
+    return x / torch.where(number > 0, total / number.clamp(min=1), of_all)
+
+
+def pooled_over_observed(given: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    x, observed = given
+    return x * observed / observed.sum()
+
+
+def each_over_observed(given: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    x, observed = given
+    return (x * observed) / observed.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32, torch.int64])
+@pytest.mark.parametrize("num_more", [0, 16])
+@pytest.mark.parametrize("function", [scaled_by_observed, pooled_over_observed, each_over_observed])
+def test_layers_that_mix_samples_where_masks_leave_some_out_are_named(
+    function: Callable[..., Any], num_more: int, kind: torch.dtype
+) -> None:
+    """Samples of later batches alone had no observations, and a scale over the micro-batch, in silence."""
+    module = nn.Module()
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn_samples(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.rand((number, WIDTH), generator=generator), torch.ones(number, WIDTH).to(kind)
+
+    few = drawn_samples(4)
+    samples = few_samples(few, tuple(tensor[:2] for tensor in few))
+    samples = replace(samples, more=drawn_samples(num_more) if num_more else None)
+    call = PipelineCall(layers=(function, nn.Tanh()), attribute="forward")
+    found = layers_on_parts(module, call, samples, device=torch.device("cpu"), dtype=None)
+    mixes = function is not each_over_observed
+    assert found == OnParts(mixing=[f"layer 0 ({function.__name__})"] if mixes else [])
+
+
 @pytest.mark.parametrize("before", ["mean", "statistics", "experts with room", "normalization"])
 def test_experts_with_room_behind_a_layer_that_mixes_samples_are_named(before: str) -> None:
     """A layer that mixed samples was named, and one behind it that only many samples alike show was not."""
