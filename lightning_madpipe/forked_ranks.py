@@ -228,7 +228,7 @@ class ForkedRanks:
             )
             return
         _take_over_buffers({**run.weights, **run.buffers}, module)
-        lost = module.load_state_dict(run.weights, strict=False).unexpected_keys
+        lost = nn.Module.load_state_dict(module, run.weights, strict=False).unexpected_keys
         if lost:
             self._lightning.warn(
                 f"{', '.join(lost[:3])} and the like were made in the ranks, and have ended there"
@@ -356,7 +356,7 @@ def _end_with(parent: int) -> None:
 def _run_of(trainer: Any, returned: Any) -> RunOfRanks:
     module, fitting = trainer.lightning_module, trainer.state.fn == "fit"
     weights, buffers = None, {}
-    state = module.state_dict()  # on every rank: metrics meet
+    state = nn.Module.state_dict(module)  # on every rank: metrics meet
     pipeline = pipeline_of(module)
     if fitting and (pipeline is None or pipeline.is_whole):
         weights = state

@@ -24,6 +24,7 @@ from lightning_madpipe.compat.unsupported import (
     refusals_of_hooks,
     refusals_of_normalization,
     refusals_of_renormalized_ties,
+    steps_with_iterators,
 )
 from lightning_madpipe.module import PipelineCall, named_owners, pipeline_of
 from lightning_madpipe.settings import fewer_stages
@@ -121,8 +122,9 @@ def refuse_what_cannot_run(
         precision = trainer.strategy.precision_plugin.precision
         reasons += refusals_of_types(module, precision, flattened=flattened, replicated=replicated)
     averages = list(refusals_of_averages(module, named_owners(module))) if fitting else []
-    # A step that steps its optimizers cannot be run to find what it calls.
-    is_found = module.automatic_optimization or hasattr(module, "pipeline_layers")
+    # A step that steps its optimizers, or reads its batch, cannot be run to find what it calls.
+    runs = module.automatic_optimization and not steps_with_iterators(trainer, module)
+    is_found = runs or hasattr(module, "pipeline_layers")
     reasons += averages or (_refusals_of_layers(module, num_stages(), num_processes, captured) if is_found else [])
     if reasons and fitting:
         reasons += _refusals_of_optimizer(module, lightning, flattened)

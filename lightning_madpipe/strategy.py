@@ -45,6 +45,7 @@ from lightning_madpipe.captured_layers import captured_layers
 from lightning_madpipe.checkpoint.saving import GATHERED_BY_ALL, Checkpointing
 from lightning_madpipe.checkpoint.whole_model import PLACES
 from lightning_madpipe.compat.callback_patches import show_samples_once, show_whole_to_callbacks
+from lightning_madpipe.compat.clipped_gradients import clip_in_hooks
 from lightning_madpipe.compat.elsewhere import AFTER_A_RUN, AFTER_AN_EXCEPTION
 from lightning_madpipe.compat.logged_values import hand_values_over
 from lightning_madpipe.compat.names_of_files import take_names_from_rank_zero
@@ -473,6 +474,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         self.config, self._config_initialized = copy.deepcopy(self._given_config), False
         self._init_config_if_needed()
         self.precision_plugin = leave_types(self.precision_plugin)
+        clip_in_hooks(self.precision_plugin)
         if self.world_size > 1:
             pipelines, is_new = self.world_size // self._resolved_num_stages(), pipeline_of(module) is None
             ignored = vars(self._lightning.module_class())

@@ -356,7 +356,7 @@ def load_outside_state(module: nn.Module, pipeline: PipelineModule, state: Mappi
     pipeline.load_state_dict(ties, strict=False)
     rest = {name: value for name, value in state.items() if not name.startswith(prefix)}
     with pipeline.elsewhere.lifted():  # a normalization looks at its own, too, which another rank may have
-        module.load_state_dict(rest, strict=False)
+        nn.Module.load_state_dict(module, rest, strict=False)
 
 
 def local_state(module: nn.Module, pipeline: PipelineModule, names: OneDeviceNames) -> dict[str, Any]:
@@ -431,7 +431,8 @@ def load_consolidated(
             )
     local = {name: state[names.of(name)[0]] for name in pipeline.state_dict() if names.of(name)[0] in state}
     pipeline.load_state_dict(local, strict=False)
-    module.load_state_dict({name: state[name] for name in outside if name in state}, strict=False)
+    own = {name: state[name] for name in outside if name in state}
+    nn.Module.load_state_dict(module, own, strict=False)
 
 
 def load_weights(path: Path, saved: SavedModel, pipeline: PipelineModule, reader: Reader) -> dict[str, Any]:
@@ -473,7 +474,8 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _outside_pipeline(module: nn.Module, names: OneDeviceNames) -> dict[str, Any]:
-    return {name: value for name, value in module.state_dict().items() if names.is_outside(name)}
+    whole = nn.Module.state_dict(module)  # also where the user's class leaves some out of its own
+    return {name: value for name, value in whole.items() if names.is_outside(name)}
 
 
 def _on_cpu(value: Tensor) -> Tensor:

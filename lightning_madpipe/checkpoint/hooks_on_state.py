@@ -167,14 +167,14 @@ class WeightsBefore:
                 safe_set_full_fp32_param(tensor, layers[name].to(tensor.device).float())
         outside = {name: state.get(name, before) for name, before in self._outside.items()}
         with self._pipeline.elsewhere.lifted():
-            self._module.load_state_dict(outside, strict=False)
+            nn.Module.load_state_dict(self._module, outside, strict=False)
 
     def _tensors(self) -> dict[str, Any]:
         state = self._pipeline.state_dict(keep_vars=True)
         return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
     def _beside(self) -> dict[str, Any]:
-        state = self._module.state_dict()
+        state = nn.Module.state_dict(self._module)
         return {name: value for name, value in state.items() if self._names.is_outside(name)}
 
 

@@ -23,6 +23,7 @@ from deepspeed_partition.engine.runtime.collectives import from_rank_0, refused_
 from deepspeed_partition.engine.runtime.environment import announce, warn_once
 from deepspeed_partition.tensor_values import num_bytes_of
 from lightning_madpipe.checkpoint import checkpoint_folders, hooks_on_state
+from lightning_madpipe.checkpoint.own_state_dicts import is_overridden, loaded_by_its_class, state_by_its_class
 from lightning_madpipe.checkpoint.weight_copies import COPIES
 from lightning_madpipe.compat.names_of_files import tell_of_other_path
 from lightning_madpipe.compat.namespace import Lightning
@@ -157,14 +158,30 @@ class Checkpointing(DeepSpeedStrategy):
         # Who looks at what a hook makes of its rank's weights is not to take the whole for a part.
         with self.pipeline.layers_of_user.lent(), torch._C.DisableTorchFunction():
             state = collect(self._module, self.pipeline, self._names)
+            if self._dumps_weights:
+                state = self._by_its_class(state)
             if self._dumps_weights and self._collects:  # rank 0 writes the file, and hooks run on all
-                own = checkpoint_folders.local_state(self._module, self.pipeline, self._names)
-                shown = hooks_on_state.shown_state(own, self.pipeline, self._names)
+                shown = self._shown_state()
                 return state if self.is_global_zero else shown
         if self._dumps_weights:
             return state
         self._shown = hooks_on_state.shown_state(state, self.pipeline, self._names)
         return dict(self._shown)
+
+    def _by_its_class(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What the module's own ``state_dict()`` makes of the whole state on rank 0. Collective.
+
+        Raises:
+            MisconfigurationException: it makes it of something else; on every rank.
+        """
+        module = self._module
+        if not is_overridden(module, "state_dict"):
+            return state
+        try:
+            made = refused_together(lambda: state_by_its_class(module, state) if self.is_global_zero else state)
+        except ValueError as error:
+            raise self._lightning.refusal(str(error)) from None
+        return dict(made)
 
     @property
     def checkpoint_io_plugin(self) -> Any:
@@ -405,9 +422,8 @@ class Checkpointing(DeepSpeedStrategy):
         loaded.is_fitting = fitting
         if before is not None:
             given = refused_together(lambda: checkpoint_folders.given_by_hooks(path, saved, reader))
-            own = checkpoint_folders.local_state(self._module, self.pipeline, self._names)
-            shown = hooks_on_state.shown_state(own, self.pipeline, self._names)
-            loaded["state_dict"], loaded.before = before.state(shown, saved.dropped, given), before
+            loaded["state_dict"] = before.state(self._shown_state(), saved.dropped, given)
+            loaded.before = before
             before.load(loaded["state_dict"], strict=False)
         return loaded
 
@@ -420,11 +436,17 @@ class Checkpointing(DeepSpeedStrategy):
             if before is not None:
                 before.load(checkpoint["state_dict"], strict=strict)
                 return
-            checkpoint_folders.load_consolidated(
-                self._module, self.pipeline, self._names, checkpoint["state_dict"], strict=strict
+            state, strict = loaded_by_its_class(
+                self._module, checkpoint["state_dict"], strict=strict, present=self._shown_state
             )
+            checkpoint_folders.load_consolidated(self._module, self.pipeline, self._names, state, strict=strict)
         except ValueError as error:
             raise self._lightning.refusal(str(error)) from None
+
+    def _shown_state(self) -> dict[str, Any]:
+        """The state of the whole model with stand-ins for tensors of other ranks. Collective."""
+        own = checkpoint_folders.local_state(self._module, self.pipeline, self._names)
+        return hooks_on_state.shown_state(own, self.pipeline, self._names)
 
 
 def _found_folder(path: str) -> bool:

@@ -48,7 +48,8 @@ class OneDeviceNames:
 def one_device_names(module: nn.Module, call: PipelineCall) -> OneDeviceNames:
     """The names of ``module``, whose layers are still its own, and which tensors of them each layer has."""
     # By the tensors themselves: wrappers, hooks and parametrizations then name what they name on one device.
-    whole = module.state_dict(keep_vars=True)
+    # That of a class of the user's may lack some, or have copies: checkpoints here are not made by it.
+    whole = nn.Module.state_dict(module, keep_vars=True)
     named: dict[int, list[str]] = defaultdict(list)
     for name, value in whole.items():
         named[id(value)].append(name)

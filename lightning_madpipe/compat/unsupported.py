@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import inspect
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -66,6 +67,12 @@ CALLBACKS = {
 
 Lightning refuses the first three for every DeepSpeed strategy, in words about a strategy that nobody chose."""
 
+STEPS_OF_RUNS = {
+    "fit": ("training_step", "validation_step"), "validate": ("validation_step",), "test": ("test_step",),
+    "predict": ("predict_step",),
+}  # fmt: skip
+"""The steps that a run may make, by the Trainer's function."""
+
 
 def refusals_of(trainer: Any, module: Any, base: type, callbacks: Any) -> Iterator[str]:
     """Yield every reason why ``trainer`` cannot run ``module``, one sentence each.
@@ -90,9 +97,20 @@ def refusals_of(trainer: Any, module: Any, base: type, callbacks: Any) -> Iterat
             "sync_batchnorm is not available with the madpipe strategy, whose micro-batches pass a stage one "
             "after the other: leave it out"
         )
+    for step in steps_with_iterators(trainer, module):
+        yield (
+            f"{step}() of {name} takes dataloader_iter, and in a pipeline the batch of a step is there before it, "
+            f"to be cut into micro-batches: write {step}(self, batch, batch_idx)"
+        )
     if trainer.state.fn == "fit":
         yield from _refusals_of_training(trainer, module, base, name)
         yield from refusals_of_callbacks(trainer, callbacks)
+
+
+def steps_with_iterators(trainer: Any, module: Any) -> list[str]:
+    """The steps of a run that take their batches from an iterator by themselves."""
+    steps = STEPS_OF_RUNS.get(trainer.state.fn, ())
+    return [step for step in steps if "dataloader_iter" in inspect.signature(getattr(module, step)).parameters]
 
 
 def all_at_once(name: str, reasons: Sequence[str]) -> str:

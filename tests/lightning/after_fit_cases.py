@@ -133,6 +133,12 @@ class SharedAndOutside(cases.Classifier):
         return [self.embed, *self.blocks, self.blocks[0], self.head]
 
 
+class Iterating(cases.Classifier):
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:
+        batch, index, _ = next(dataloader_iter)
+        return super().training_step(batch, index)
+
+
 class Finetuning(shipped.BaseFinetuning):
     def freeze_before_training(self, module: Any) -> None:
         self.freeze(module.embed)
@@ -149,6 +155,7 @@ def all_reasons(host: cases.Host) -> dict[str, Any]:
         "everything": of(Everything, sync_batchnorm=True),
         "layers": of(SharedAndOutside),
         "one": of(cases.Classifier, sync_batchnorm=True),
+        "iterating": of(Iterating),
         "finetuning": of(cases.Classifier, Finetuning()),
         "callbacks": of(cases.Classifier, Finetuning(), shipped.ModelPruning("l1_unstructured", amount=0.5)),
     }

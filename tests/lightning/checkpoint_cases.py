@@ -356,6 +356,47 @@ def files_of_one_device(host: cases.Host) -> dict[str, Any]:
     return records
 
 
+class LeavesOut(cases.Classifier):
+    """Saves its layers alone, in double precision and by other names, and reads them again."""
+
+    strict_loading = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("teacher", torch.ones(3))
+
+    def state_dict(self) -> dict[str, Any]:
+        whole = super().state_dict()
+        return {f"old.{name}": value.detach().double() for name, value in whole.items() if name != "teacher"}
+
+    def load_state_dict(self, state: Any, strict: bool = True) -> Any:
+        present = nn.Module.state_dict(self)
+        state = {name.removeprefix("old."): value.float() for name, value in state.items()}
+        fitting = {name: value for name, value in state.items() if present[name].shape == value.shape}
+        return super().load_state_dict(fitting, strict=False)
+
+
+class FromParts(cases.Classifier):
+    def state_dict(self) -> dict[str, Any]:
+        return {f"head.{name}": value for name, value in self.head.state_dict().items()}
+
+
+def overridden_state_dicts(host: cases.Host) -> dict[str, Any]:
+    """What a class makes of its state is in an ordinary file, and what it makes of a file is loaded."""
+    trainer, path = trained(host, seeded(LeavesOut)), host.folder / "weights.ckpt"
+    trainer.save_checkpoint(path, weights_only=True)
+    state = torch.load(path, weights_only=True)["state_dict"]
+    tester = host.trainer(strategy={"algorithm": CUT})
+    tested = tester.test(seeded(LeavesOut, seed=9), cases.loader(37, seed=5), ckpt_path=path, verbose=False)
+    sums = {name: [str(value.dtype), float(value.abs().sum())] for name, value in state.items()}
+    return {"file": sums, "tested": tested}
+
+
+def states_made_of_parts(host: cases.Host) -> dict[str, Any]:
+    trainer = trained(host, seeded(FromParts))
+    return {"error": refused(lambda: trainer.save_checkpoint(host.folder / "parts.ckpt", weights_only=True))}
+
+
 def folders_on_other_stages(host: cases.Host) -> dict[str, Any]:
     """A folder that two stages wrote, in fp32 and with ZeRO-1, is tested on one stage per process."""
     records = {}
@@ -739,7 +780,7 @@ def foreign_checkpoints(host: cases.Host) -> dict[str, Any]:
 SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     2: [
         model_checkpoints, resumed_by_word, whole_model_files, names_and_values, files_of_one_device,
-        folders_on_other_stages, resumed_on_other_stages, states_of_hooks,
+        folders_on_other_stages, resumed_on_other_stages, states_of_hooks, overridden_state_dicts,
     ],
     4: [whole_model_files],
 }  # fmt: skip
@@ -753,6 +794,7 @@ ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         flipped_bits,
         foreign_checkpoints,
         states_that_hooks_take_away,
+        states_made_of_parts,
     ],
     4: [],
 }

@@ -67,6 +67,14 @@ class ClippedInPieces(Module):
             clip_grad_norm_(weight, LARGEST / 4)
 
 
+class ClippedByLightning(Module):
+    """By the LightningModule's own method, which DeepSpeed's precision of Lightning leaves without effect."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=LARGEST, gradient_clip_algorithm="norm")
+        self.clip_gradients(optimizer, gradient_clip_val=LARGEST / 10, gradient_clip_algorithm="value")
+
+
 class ClippingCallback(Callback):
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         module.note(clip_grad_norm_([weight for weight in module.parameters() if weight.requires_grad], LARGEST))
@@ -85,7 +93,7 @@ class ClippedTied(cases.TiedLanguageModel):
 
 def norms_over_ranks(host: Host) -> dict[str, Any]:
     record = {}
-    for build in (ClippedBefore, ClippedByGroups, ClippedInPieces, ClippedTied):
+    for build in (ClippedBefore, ClippedByGroups, ClippedInPieces, ClippedByLightning, ClippedTied):
         module, recorder, tied = seeded(build), cases.Recorder(), build is ClippedTied
         tokens = torch.randint(cases.VOCABULARY, (32, 6), generator=torch.Generator().manual_seed(4))
         data = DataLoader(torch.utils.data.TensorDataset(tokens), batch_size=16) if tied else None

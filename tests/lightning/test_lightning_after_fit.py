@@ -206,6 +206,8 @@ def test_all_reasons_of_a_refusal_come_at_once(two: Records) -> None:
         assert reason in everything
     assert "share parameters of Block" in record["layers"] and "(scale; 1 in all)" in record["layers"]
     assert record["one"].startswith("MisconfigurationException: sync_batchnorm")
+    assert "training_step() of Iterating takes dataloader_iter, and in a pipeline the batch" in record["iterating"]
+    assert "training_step(self, batch, batch_idx)" in record["iterating"]
     # Lightning speaks of a DeepSpeed strategy there.
     assert "the callback Finetuning is not available with a pipeline" in record["finetuning"]
     assert "DeepSpeed" not in record["finetuning"]

@@ -42,7 +42,8 @@ def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     [
         "watching_callbacks", "timed_out", "rate_finder", "rate_finder_with_a_plan",
         "resumed_by_word", "names_and_values", "files_of_one_device", "folders_on_other_stages",
-        "resumed_on_other_stages", "optimizers", "own_steps", "settings", "loggers", "profilers",
+        "resumed_on_other_stages", "overridden_state_dicts", "optimizers", "own_steps", "settings", "loggers",
+        "profilers",
         "after_an_exception", "averages", "averages_resumed", "kept_weights", "kept_far_away",
         "kept_with_buffers", "kept_in_one_shape", "kept_where_orders_coincide", "metrics_made_in_hooks",
         "metrics_asked_anywhere", "metrics_of_one_rank", "loaders_asked_for_early",
@@ -306,6 +307,12 @@ def test_what_a_hook_makes_of_the_state_of_a_checkpoint_is_loaded(two: Records, 
 def test_a_hook_that_takes_the_state_away_is_refused(two: Records, key: str) -> None:
     """Without ``optimizer_states`` a file with the layers of rank 0 alone was written."""
     assert f'takes checkpoint["{key}"] away' in two.of("states_that_hooks_take_away")[key]
+
+
+def test_a_state_that_a_class_makes_of_its_parts_is_refused(two: Records) -> None:
+    """The file had the layers of rank 0 alone."""
+    error = two.of("states_made_of_parts")["error"]
+    assert "state_dict() of FromParts does not call super().state_dict() once" in error
 
 
 def test_a_flipped_bit_is_told_by_the_name_of_its_file(two: Records) -> None:
