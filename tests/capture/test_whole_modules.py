@@ -139,6 +139,131 @@ def test_what_a_module_that_decides_by_data_leaves_is_read_by_no_other_code(leav
         torch.testing.assert_close(run_in_order(layers, x), model(x))
 
 
+class Unread(Router):
+    def keeps(self) -> int:
+        raise NotImplementedError
+
+
+class Leaves(Unread):
+    """Leaves numbers, some by names that tensors have, too."""
+
+    def leave(self, x: torch.Tensor, share: torch.Tensor, chosen: torch.Tensor, given: torch.Tensor) -> None:
+        self.num_kept, self.max = int((share > 0.5).sum()), share.max().item()
+        self.real, self.shape = share.min().item(), x.shape
+
+    def keeps(self) -> int:
+        return self.num_kept
+
+    def mean(self) -> float:
+        return self.num_kept / 2
+
+
+def pick(parts: Any, number: int) -> Any:
+    return parts[number]
+
+
+class OfParts(Blocks):
+    """Has routers; how its code reads numbers of them differs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Leaves("") for _ in range(2))
+        self.num_parts, self.scale = 2, nn.Parameter(torch.ones(WIDTH))
+
+    def part_for(self, x: torch.Tensor) -> Leaves:
+        return self.parts[x.dim() % 2]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.through(self.first(x))
+        for part in self.parts:
+            x = part(x)
+        return self.read(x)
+
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class InLoop(OfParts):
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = x * part.max
+        return x
+
+
+class InNumberedLoop(OfParts):
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        for number, part in enumerate(self.parts):
+            x = x * part.real + number
+        return x
+
+
+class ByMethodOfTensorsName(OfParts):
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        part = self.parts[0]
+        return x * part.mean()
+
+
+class ByOverridingMethod(OfParts):
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.parts[0].keeps()
+
+
+class OfPicked(OfParts):
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        part = self.part_for(x)
+        return part(x) * part.num_kept
+
+
+class OfPickedByFunction(OfParts):
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        part = pick(self.parts, x.dim() % 2)
+        return x * part.max
+
+
+class InGenerator(OfParts):
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        return x * sum(part.num_kept for part in self.parts)
+
+
+class InList(OfParts):
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        return x * max([part.max for part in self.parts])
+
+
+class InLambda(OfParts):
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        return x * max(self.parts, key=lambda part: part.num_kept)(x)
+
+
+WAYS = [
+    InLoop, InNumberedLoop, ByMethodOfTensorsName, ByOverridingMethod, OfPicked, OfPickedByFunction, InGenerator,
+    InList, InLambda,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("build", WAYS)
+def test_numbers_that_modules_leave_are_found_by_any_variable_for_them(build):
+    """The numbers of one run on data of our own became constants of the layers."""
+    with pytest.raises(CaptureError, match=r"^parts\.0 decides by data.* leaves the number .* beside"):
+        captured_layers(build(), torch.randn(4, WIDTH))
+
+
+class OfTensors(OfParts):
+    """Reads of tensors what routers leave by the same names."""
+
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.scale
+        for chunk in x.split(self.num_parts):
+            x = x + chunk.mean() / chunk.shape[0] + scale.max() / scale.shape[0]
+        hidden = self.last(x)
+        return hidden.real * sum(each.max() for each in hidden)
+
+
+def test_tensors_have_attributes_of_their_own():
+    model, x = OfTensors(), torch.randn(4, WIDTH)
+    torch.testing.assert_close(run_in_order(captured_layers(model, x), x), model(x))
+
+
 def test_a_tensor_that_a_module_changes_in_place_is_read_by_no_other_code():
     model = Routed("a tensor in place")
     before = model.router.average.clone()
