@@ -68,8 +68,8 @@ class AloneRun:
     is_changed: list[bool]
     """Which of these it has changed in place."""
     result: Any
-    numbers: set[tuple[nn.Module, str]]
-    """Where it has set numbers or texts: the module that has the attribute, and the attribute's name."""
+    numbers: set[tuple[int, str]]
+    """Where it has set numbers or texts: the number of the module's object, and the attribute's name."""
     buffers: set[int]
     """The storages of what stands for the buffers that it has changed."""
     in_place: list[torch.Tensor]
@@ -201,7 +201,8 @@ def run_alone(
         Exception: whatever its code, or ``reads``, raises.
     """
     leaves, structure = flatten((args, kwargs))
-    before, buffers, held = _plain_values_of(module), set[int](), held_by(module, None, ())
+    parts = list(module.modules())  # as long as they live, no other object has their number
+    before, buffers, held = _plain_values_of(parts), set[int](), held_by(module, None, ())
 
     def run(seed: int | None) -> tuple[list[Any], list[int | None], Any, _FollowsData]:
         with hidden_modes(), same_random_numbers(device), torch.no_grad():
@@ -221,7 +222,7 @@ def run_alone(
     given, versions, result, follows = run(None)
     suspects = follows.suspects()
     is_same = bool(suspects) and _is_same_for_other_data(suspects, held, lambda: run(_OTHER_SEED)[-1].suspects())
-    after = _plain_values_of(module)
+    after = _plain_values_of(module.modules())
     return AloneRun(
         given,
         [_version_of(now) != version for now, version in zip(given, versions, strict=True)],
@@ -239,8 +240,8 @@ def _is_same_for_other_data(
 ) -> bool:
     """Whether a run on other data, from the same state, leaves the same, such as a mask that is made once."""
     put_now = held.remembered_now()
-    values = [tensor.detach().clone() for tensor in suspects]
     try:
+        values = [tensor.detach().clone() for tensor in suspects]
         with held.put_back():
             pass
         with held.put_back():
@@ -256,11 +257,11 @@ def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
 
 
-def _plain_values_of(module: nn.Module) -> dict[tuple[nn.Module, str], Any]:
-    """The numbers and texts in attributes of a module, and of those within it, as they are now."""
+def _plain_values_of(parts: Iterable[nn.Module]) -> dict[tuple[int, str], Any]:
+    """The numbers and texts in attributes of modules, as they are now."""
     return {
-        (part, name): plain
-        for part in module.modules()
+        (id(part), name): plain  # a metric of torchmetrics has another hash with each of its states
+        for part in parts
         for name, value in vars(part).items()
         if name not in _OF_TORCH and (plain := plain_leaves(value))
     }

@@ -8,7 +8,6 @@ hangs on modules stay, as transformers 5 does when a model is first called, and 
 
 from __future__ import annotations
 
-import copy
 import re
 import sys
 from collections import deque
@@ -155,8 +154,7 @@ class Held:
             self._add_each(getattr(value, "__dict__", {}).items(), depth, written, ".{}")
 
     def _add_table(self, table: Any, depth: int, written: str, member: str) -> None:
-        before = dict(table) if isinstance(table, dict) else list(table)
-        self._tables.append((written, table, member, before))
+        self._tables.append((written, table, member, _contents_of(table)))
         self._add_each(table.items() if isinstance(table, dict) else _numbered(table), depth, written, member)
 
     def _add_each(self, members: Iterable[tuple[Any, Any]], depth: int, written: str, member: str) -> None:
@@ -210,7 +208,7 @@ class Held:
 
     def remembered_now(self) -> Callable[[], None]:
         """Remember what is there now; return what puts that back."""
-        tables = [(table, copy.copy(table)) for _, table, _, _ in self._tables]
+        tables = [(table, _contents_of(table)) for _, table, _, _ in self._tables]
         variables = [(table, key, table[key]) for _, table, key, _ in self._variables if key in table]
 
         def put() -> None:
@@ -226,11 +224,15 @@ class Held:
         for written, table, member, before in self._tables:
             is_same = _is_same(table, before) if isinstance(table, dict) else _are_same(table, before)
             if not is_same and id(table) not in self._of_modules:
-                after = dict(table) if isinstance(table, dict) else list(table)
-                yield Left(written, table, None, member, before, after)
+                yield Left(written, table, None, member, before, _contents_of(table))
         for written, table, key, value in self._variables:
             if key in table and table[key] is not value:
                 yield Left(written, table, key, "", value, table[key])
+
+
+def _contents_of(table: Any) -> Any:
+    """What a container holds now; a copy of it might run code of its class."""
+    return dict(table) if isinstance(table, dict) else list(table)
 
 
 def _numbered(members: Iterable[Any]) -> Iterable[tuple[int, Any]]:

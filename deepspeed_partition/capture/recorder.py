@@ -211,8 +211,8 @@ class Tape:
         """The tensors of the program, by what they are called, that are neither weights nor buffers."""
         self._left_alone = LeftTensors()
         self._left_numbers: list[tuple[Call, str, str]] = []
-        self._set_alone: set[tuple[nn.Module, str]] | None = None
-        """Where a module that runs alone sets numbers and texts: the owner, and the attribute."""
+        self._set_alone: set[tuple[int, str]] | None = None
+        """Where a module that runs alone sets numbers and texts: the number of the owner, and the attribute."""
         self._closing: Call | None = None
 
     # What another run has left behind
@@ -466,7 +466,7 @@ class Tape:
         owner = self._path_of.get(id(module))
         if self._set_alone is not None:
             if owner is not None and name not in OF_HOSTS and plain_leaves(value):
-                self._set_alone.add((module, name))
+                self._set_alone.add((id(module), name))
             return
         if self._inside or not self._scopes or owner is None or name in OF_HOSTS:
             return
@@ -766,7 +766,7 @@ class Tape:
         for tensor in run.made_anew:
             self._left_alone.add(tensor, scope, is_made_anew=True)
         self._left_numbers = [each for each in self._left_numbers if scope.time not in each[0].scopes]
-        numbers = ((self._path_of.get(id(owner)), name) for owner, name in run.numbers)
+        numbers = ((self._path_of.get(owner), name) for owner, name in run.numbers)
         self._left_numbers += [(scope, *each) for each in sorted((path, name) for path, name in numbers if path)]
         for each in self._in_place.values():
             kept = [place for place, by in enumerate(each.scopes) if not is_within(by, scope)]

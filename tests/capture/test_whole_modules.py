@@ -530,6 +530,19 @@ class Masked(Deciding):
         return mask(len(x)) @ x * self.own
 
 
+class Frozen(dict):
+    """What is not changed once it is made."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise TypeError("what is frozen is not changed")
+
+
+class HasFrozen(Masked):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Frozen(factor=3)
+
+
 class UsesSibling(Deciding):
     def __init__(self, sibling: nn.Linear) -> None:
         super().__init__()
@@ -571,6 +584,7 @@ def ordinary_parts() -> dict[str, list[nn.Module]]:
         "a shared expert": [SharesExpert(shared), SharesExpert(shared)],
         "attributes of any kind": [Configured(), Configured()],
         "constants behind data": [Masked(), Masked()],
+        "containers that refuse to be filled": [HasFrozen(), HasFrozen()],
         "a block that runs twice": [again, again],
         "a weight of a sibling": [HasSiblings(), HasSiblings()],
     }
@@ -583,6 +597,26 @@ def test_what_modules_that_decide_by_data_do_ordinarily_hinders_nothing(kind):
     layers = captured_layers(model, torch.randn(4, WIDTH))
     x = torch.randn(4, WIDTH)
     torch.testing.assert_close(run_in_order(layers, x), model(x))
+
+
+class Measured(nn.Module):
+    """Has a metric, which looks at data, and whose hash changes with what it has counted."""
+
+    def __init__(self, metric: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.accuracy = nn.Linear(WIDTH, WIDTH), metric
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        self.accuracy(x, torch.zeros(len(x), dtype=torch.long))
+        return x / self.accuracy.num_classes
+
+
+def test_settings_of_a_metric_may_be_read():
+    """They were taken for numbers that its run on data of our own had left."""
+    accuracy = pytest.importorskip("torchmetrics").classification.MulticlassAccuracy
+    model, x = Measured(accuracy(num_classes=WIDTH)), torch.randn(4, WIDTH)
+    torch.testing.assert_close(run_in_order(captured_layers(model, x), x), model(x))
 
 
 # A buffer that changes in one state alone
