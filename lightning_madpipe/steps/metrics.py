@@ -73,6 +73,8 @@ class ToldElsewhere:
         self._made_by_steps: dict[int, ref[Metric]] = {}
         self._told_before: dict[int, ref[Metric]] = {}
         self._with_value: dict[int, ref[Metric]] = {}
+        self._made_since: dict[int, ref[Metric]] = {}
+        """What hooks have made since steps ran last, which these have told nothing."""
         self._is_known = False
         self._times_collected = 0
 
@@ -83,9 +85,6 @@ class ToldElsewhere:
     def note(self, metric: Metric) -> None:
         """Note one that a step tells something."""
         self._metrics[id(metric)] = ref(metric)
-
-    def __bool__(self) -> bool:
-        return self._is_known
 
     def look(self) -> bool:
         """Whether there is one, when the steps of a batch have ended."""
@@ -108,11 +107,24 @@ class ToldElsewhere:
         """Note one that keeps its value, until it is told something."""
         self._with_value[id(metric)] = ref(metric)
 
+    def made_in_hook(self, metric: Metric) -> None:
+        """Note one that a hook makes, perhaps on one rank alone."""
+        self._made_since[id(metric)] = ref(metric)
+
+    def may_have_told(self, metric: Metric) -> bool:
+        """Whether steps may have told a metric something: not where a hook has made it behind them."""
+        made = self._made_since.get(id(metric))
+        return self._is_known and (made is None or made() is not metric)
+
+    def begin(self) -> None:
+        """Steps run now, and may tell what hooks have made."""
+        self._made_since.clear()
+
     def learn(self, is_told: bool) -> None:
         """Learn of it from the rank that runs steps, when a batch has ended.
 
-        What metrics have kept of a hook is forgotten: ranks that were told nothing since would not come when the
-        others gather again.
+        What metrics have kept of a hook, or of a step on this rank alone, is forgotten: ranks that have kept a value
+        would not come when the others gather.
         """
         self._is_known |= is_told
         for each in self._with_value.values():
@@ -248,14 +260,14 @@ class BetweenPipelines:
             is_sent_to_nobody = name in ("_computed", COUNTS[0]) and not any(
                 vars(metric).get(each) is not None for each in ("dist_sync_fn", "process_group")
             )
-            steps = between._steps() if name == "_computed" and is_sent_to_nobody and value is not None else None
-            if steps is not None and steps.running is None:
+            steps = between._steps() if is_sent_to_nobody else None
+            if steps is not None and name == "_computed" and value is not None:
                 steps.told_elsewhere.keeps_value(metric)
-            if name == COUNTS[0] and between._is_step():
-                told = between._steps().told_elsewhere
+            if steps is not None and name == COUNTS[0]:
+                told = steps.told_elsewhere
                 if name not in vars(metric):
-                    told.made(metric)
-                elif value and is_sent_to_nobody:
+                    (told.made_in_hook if steps.running is None else told.made)(metric)
+                elif value and steps.running is not None:
                     told.note(metric)
             _SET(metric, name, value)
 
@@ -280,9 +292,9 @@ class BetweenPipelines:
         if self._is_step():
             return between  # it runs on the last stage alone
         steps = self._steps()
-        is_told = torch.tensor(int(steps is not None and bool(steps.told_elsewhere)), device=metric.device)
-        if not any(map(bool, self._gather(is_told))):
-            return between  # hooks have told it, on all ranks of a pipeline
+        is_told = steps is not None and steps.told_elsewhere.may_have_told(metric)
+        if not any(map(bool, self._gather(torch.tensor(int(is_told), device=metric.device)))):
+            return between  # hooks alone have told it, on all ranks of a pipeline or for one
         numbers = set(gather_objects(getattr(metric, COUNTS[0], 0), self._stages))
         # Pipelines whose steps have told it nothing do as those do whose have.
         are_alike = self._gather(torch.tensor(int(len(numbers) == 1), device=metric.device))

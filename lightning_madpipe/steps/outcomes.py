@@ -93,6 +93,7 @@ class Outcomes:
         """Forget what was before another batch: the rank that ran whole steps then may not do so now."""
         self._before = self._undo = self._steps.before_batch = None
         self._engine.when_given_up = None
+        self._steps.told_elsewhere.begin()
 
     def remember(self) -> None:
         """Remember what the module is before the steps, on the rank that runs whole steps, once that is known."""

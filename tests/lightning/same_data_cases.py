@@ -17,7 +17,7 @@ import torch.distributed as dist
 from pytorch_lightning import callbacks as shipped
 from pytorch_lightning.loggers import CSVLogger
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric, SumMetric
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from tests.lightning import lightning_cases as cases
@@ -206,27 +206,83 @@ def sums_over_stages(host: Host) -> dict[str, Any]:
 class AskedByRank0(cases.Classifier):
     """Makes a metric in a hook of one rank, as programs do that print something."""
 
+    tells_elsewhere = False
+
     def __init__(self) -> None:
         super().__init__()
         self.of_rank_0: list[float] = []
+        self.later = [SumMetric()]
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         own = MulticlassAccuracy(cases.NUM_CLASSES, average="micro")
         own.update(self(batch[0]), batch[1])
         self.log("own", own.compute())
+        if self.tells_elsewhere:
+            self.later[0].update(len(batch[0]))
 
     def on_validation_epoch_end(self) -> None:
         if self.trainer.is_global_zero:
-            of_hook = MeanMetric()
-            of_hook.update(3.0)
-            self.of_rank_0.append(float(of_hook.compute()))
+            of_hook = MetricCollection({"mean": MeanMetric(), "sum": SumMetric()})
+            of_hook.update(2.0)
+            of_hook(4.0)
+            self.of_rank_0 += map(float, of_hook.compute().values())
+        if self.tells_elsewhere:
+            self.log("later", self.later[0].compute())
+
+
+class AskedByRank0Beside(AskedByRank0):
+    """Asks on all ranks, too, for what steps have told a metric that is sent to no rank."""
+
+    tells_elsewhere = True
 
 
 def metrics_of_one_rank(host: Host) -> dict[str, Any]:
-    """It waited for ever for the others."""
-    module = seeded(AskedByRank0)
-    trainer = trained(host, module, max_epochs=2, validation=cases.loader(32, seed=3))
-    return {**end(trainer), "of_rank_0": module.of_rank_0 if trainer.is_global_zero else [3.0, 3.0, 3.0]}
+    """It waited for ever for the others, at first at all times, and then where steps tell another metric."""
+    found = {}
+    for build in (AskedByRank0, AskedByRank0Beside):
+        module = seeded(build)
+        trainer = trained(host, module, max_epochs=2, validation=cases.loader(32, seed=3))
+        of_rank_0 = module.of_rank_0 if trainer.is_global_zero else [3.0, 6.0] * 3
+        found[build.__name__] = {**end(trainer), "of_rank_0": of_rank_0}
+    return found
+
+
+COUNTED = SumMetric()
+
+
+class AskedBySteps(cases.Classifier):
+    """Asks in steps for what these have told metrics that are sent to no rank, and in hooks again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.totals = [SumMetric()]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self._count(batch)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self._count(batch)
+
+    def _count(self, batch: Any) -> None:
+        for metric in (*self.totals, COUNTED):
+            metric.update(len(batch[0]))
+            metric.compute()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("total_at_batch", self.totals[0].compute())
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("total", self.totals[0].compute())
+        self.log("counted", COUNTED.compute())
+        COUNTED.reset()
+
+
+def metrics_asked_in_steps(host: Host) -> dict[str, Any]:
+    """The rank that runs steps had kept the value, and the others waited for it."""
+    return end(trained(host, seeded(AskedBySteps), max_epochs=2, validation=cases.loader(32, seed=3)))
 
 
 class Moments(cases.Classifier):
@@ -277,8 +333,8 @@ def metrics_of_predictions(host: Host) -> dict[str, Any]:
 
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     2: [
-        metrics_made_in_hooks, metrics_asked_anywhere, metrics_of_one_rank, loaders_asked_for_early,
-        validation_at_intervals_of_time, throughput_of_evaluation, batches_that_are_absent,
+        metrics_made_in_hooks, metrics_asked_anywhere, metrics_of_one_rank, metrics_asked_in_steps,
+        loaders_asked_for_early, validation_at_intervals_of_time, throughput_of_evaluation, batches_that_are_absent,
     ],
     4: [],
 }  # fmt: skip
