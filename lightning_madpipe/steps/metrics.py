@@ -16,15 +16,17 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from deepspeed_partition.engine.runtime.collectives import gather_objects
+from deepspeed_partition.engine.runtime.collectives import broadcast_object, gather_objects
 from deepspeed_partition.engine.runtime.environment import warn_once
 from deepspeed_partition.planner.units import counted
 from lightning_madpipe.module import outside_pipeline
 from lightning_madpipe.steps.batches import tensors_of
+from lightning_madpipe.steps.serialization import packed, unpacked
 
 MOST_ITEMS = 1000
 """Items of a callback's container that are looked at."""
@@ -75,6 +77,8 @@ class ToldElsewhere:
         self._with_value: dict[int, ref[Metric]] = {}
         self._made_since: dict[int, ref[Metric]] = {}
         """What hooks have made since steps ran last, which these have told nothing."""
+        self._told_here: dict[int, ref[Metric]] = {}
+        """What steps have told on this rank, if it runs whole steps."""
         self._is_known = False
         self._times_collected = 0
 
@@ -87,7 +91,9 @@ class ToldElsewhere:
         self._metrics[id(metric)] = ref(metric)
 
     def look(self) -> bool:
-        """Whether there is one, when the steps of a batch have ended."""
+        """Whether there is one, when the steps of a batch have ended, on the rank that runs them."""
+        told_here = self._told_here | self._metrics
+        self._told_here = {key: each for key, each in told_here.items() if each() is not None}
         if not self._is_known and self._metrics:
             if self._times_collected < MOST_COLLECTED:
                 self._times_collected += 1
@@ -96,8 +102,14 @@ class ToldElsewhere:
             # One that a step has made for itself is told in no other batch.
             again = told & self._alive(self._told_before)
             self._is_known = bool(told - self._alive(self._made_by_steps) or again)
-            self._told_before, self._metrics = self._metrics, {}
+            self._told_before = self._metrics
+        self._metrics = {}
         return self._is_known
+
+    def have_told_here(self, metric: Metric) -> bool:
+        """Whether whole steps have told a metric something, on this rank."""
+        told = self._told_here.get(id(metric))
+        return told is not None and told() is metric
 
     @staticmethod
     def _alive(metrics: dict[int, ref[Metric]]) -> set[int]:
@@ -117,14 +129,15 @@ class ToldElsewhere:
         return self._is_known and (made is None or made() is not metric)
 
     def begin(self) -> None:
-        """Steps run now, and may tell what hooks have made."""
+        """Begin a batch, whose steps may tell what hooks have made."""
         self._made_since.clear()
+        self._metrics.clear()  # what a rehearsal has told, or a first stage, which runs steps up to their call
 
     def learn(self, is_told: bool) -> None:
         """Learn of it from the rank that runs steps, when a batch has ended.
 
-        What metrics have kept of a hook, or of a step on this rank alone, is forgotten: ranks that have kept a value
-        would not come when the others gather.
+        What metrics have kept of a hook, or of a step on this rank alone, is forgotten: ranks that have kept a
+        value would not come when the others gather.
         """
         self._is_known |= is_told
         for each in self._with_value.values():
@@ -281,7 +294,8 @@ class BetweenPipelines:
         """With what a metric gathers. Collective over all ranks where steps may have told it, and a hook asks.
 
         What hooks have told it, on all ranks of the pipeline, counts once. What steps have told one that is sent
-        to no other rank, such as one in a list, is on the last stage alone.
+        to no other rank, such as one in a list, is on the last stage alone, with what hooks have told it there:
+        the others take that state until it has its value.
         """
         if function is not gather_all_tensors or group is not None or metric.process_group is not None:
             return function
@@ -295,10 +309,24 @@ class BetweenPipelines:
         is_told = steps is not None and steps.told_elsewhere.may_have_told(metric)
         if not any(map(bool, self._gather(torch.tensor(int(is_told), device=metric.device)))):
             return between  # hooks alone have told it, on all ranks of a pipeline or for one
-        numbers = set(gather_objects(getattr(metric, COUNTS[0], 0), self._stages))
-        # Pipelines whose steps have told it nothing do as those do whose have.
-        are_alike = self._gather(torch.tensor(int(len(numbers) == 1), device=metric.device))
-        return between if all(map(bool, are_alike)) else function
+        mine = getattr(metric, COUNTS[0], 0), steps is not None and steps.told_elsewhere.have_told_here(metric)
+        everyone = gather_objects(mine, self._stages)
+        places = [place for place, (_, is_told_there) in enumerate(everyone) if is_told_there]
+        is_alike = len(places) == 1 or (not places and len({number for number, _ in everyone}) == 1)
+        are_alike = self._gather(torch.tensor(int(is_alike), device=metric.device))
+        if not all(map(bool, are_alike)):
+            return function  # a hook of one rank has told it, or whole steps have run on several
+        if places:
+            self._take_state(metric, places[0])
+        return between
+
+    def _take_state(self, metric: Metric, place: int) -> None:
+        """Let all ranks of the pipeline have the state of one; torchmetrics puts their own back. Collective."""
+        states = packed({name: getattr(metric, name) for name in metric._defaults})
+        source = dist.get_global_rank(self._stages, place)
+        states = broadcast_object(states, source, self._stages)
+        for name, value in unpacked(states, metric.device).items():
+            setattr(metric, name, value)
 
     def look(self) -> None:
         """Take also metrics that hooks have made since the last look."""

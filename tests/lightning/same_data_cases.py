@@ -17,7 +17,7 @@ import torch.distributed as dist
 from pytorch_lightning import callbacks as shipped
 from pytorch_lightning.loggers import CSVLogger
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric, MetricCollection, SumMetric
+from torchmetrics import MeanMetric, Metric, MetricCollection, PearsonCorrCoef, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from tests.lightning import lightning_cases as cases
@@ -280,6 +280,53 @@ class AskedBySteps(cases.Classifier):
         COUNTED.reset()
 
 
+class Parts(Metric):
+    """A state whose tensors stay apart, as those of detection, and one that is the mean of those of ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("sums", [], dist_reduce_fx=None)
+        self.add_state("largest", torch.tensor(0.0), dist_reduce_fx="mean")
+
+    def update(self, x: torch.Tensor) -> None:
+        self.sums.append(x.sum())
+        self.largest = torch.maximum(self.largest, x.max())
+
+    def compute(self) -> torch.Tensor:
+        return torch.stack([*self.sums, self.largest]).sum()
+
+
+class ToldByBoth(cases.Classifier):
+    """Steps and hooks of all ranks tell metrics that are sent to no rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = {"sum": SumMetric(), "begun": SumMetric(), "parts": Parts(), "like": PearsonCorrCoef()}
+
+    def on_validation_epoch_start(self) -> None:
+        self.told["begun"].reset()
+        self.told["begun"].update(1000.0)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, _ = batch
+        self.told["sum"].update(len(x))  # before the layers are called: the first stage comes here, too
+        super().validation_step(batch, batch_idx)
+        self.told["begun"].update(len(x))
+        self.told["parts"].update(x)
+        self.told["like"].update(x[:, 0], x[:, 1])
+
+    def on_validation_epoch_end(self) -> None:
+        self.told["sum"].update(0.5)
+        self.told["sum"](0.25)
+        for name, metric in self.told.items():
+            self.log(name, metric.compute())
+
+
+def metrics_told_by_both(host: Host) -> dict[str, Any]:
+    """What hooks had told counted once for each stage; states that are no sums were gathered with empty ones."""
+    return end(trained(host, seeded(ToldByBoth), max_epochs=2, validation=cases.loader(32, seed=3)))
+
+
 def metrics_asked_in_steps(host: Host) -> dict[str, Any]:
     """The rank that runs steps had kept the value, and the others waited for it."""
     return end(trained(host, seeded(AskedBySteps), max_epochs=2, validation=cases.loader(32, seed=3)))
@@ -334,7 +381,8 @@ def metrics_of_predictions(host: Host) -> dict[str, Any]:
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     2: [
         metrics_made_in_hooks, metrics_asked_anywhere, metrics_of_one_rank, metrics_asked_in_steps,
-        loaders_asked_for_early, validation_at_intervals_of_time, throughput_of_evaluation, batches_that_are_absent,
+        metrics_told_by_both, loaders_asked_for_early, validation_at_intervals_of_time,
+        throughput_of_evaluation, batches_that_are_absent,
     ],
     4: [],
 }  # fmt: skip
