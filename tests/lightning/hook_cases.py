@@ -75,6 +75,20 @@ class ClippedByLightning(Module):
         self.clip_gradients(optimizer, gradient_clip_val=LARGEST / 10, gradient_clip_algorithm="value")
 
 
+class TakenAwayAndClipped(Module):
+    """One rank has no gradients, of which torch 2.13 makes an error."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for weight in (*self.embed.parameters(), *self.blocks.parameters()):
+            weight.grad = None
+        torch.nn.utils.clip_grad_value_(self.parameters(), LARGEST / 10)
+
+
+class ClippedByValue(Module):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=LARGEST, gradient_clip_algorithm="value")
+
+
 class ClippingCallback(Callback):
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         module.note(clip_grad_norm_([weight for weight in module.parameters() if weight.requires_grad], LARGEST))
@@ -93,7 +107,8 @@ class ClippedTied(cases.TiedLanguageModel):
 
 def norms_over_ranks(host: Host) -> dict[str, Any]:
     record = {}
-    for build in (ClippedBefore, ClippedByGroups, ClippedInPieces, ClippedByLightning, ClippedTied):
+    alone = (ClippedBefore, ClippedByGroups, ClippedInPieces, ClippedByLightning, TakenAwayAndClipped)
+    for build in (*alone, ClippedTied):
         module, recorder, tied = seeded(build), cases.Recorder(), build is ClippedTied
         tokens = torch.randint(cases.VOCABULARY, (32, 6), generator=torch.Generator().manual_seed(4))
         data = DataLoader(torch.utils.data.TensorDataset(tokens), batch_size=16) if tied else None
@@ -1666,6 +1681,7 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
     run("NormOfOneEach", NormOfOneEach, strategy={"algorithm": [0, 1, 3]})
     for name, arguments in (("zero", {"strategy": {"stage": 1}}), ("bf16", {"precision": "bf16-mixed"})):
         run(f"clipped {name}", ClippedBefore, **arguments)
+        run(f"values clipped {name}", ClippedByValue, **arguments)
         run(f"looking {name}", Module, type(f"LookingIn{name}", (LookingEarly,), {})(), **arguments)
         run(f"ratio {name}", OfTheirOwn, **arguments)
         run(f"counted {name}", type(f"CountedIn{name}", (OptimizerCounted,), {}), **arguments)

@@ -433,6 +433,10 @@ def test_parameters_of_an_optimizer_that_are_read_one_by_one_are_not_told(two: R
         ("OptimizerReplaced", "trainer.optimizers has another optimizer (Adam) than when fit began"),
         ("ClippingReplaced", "trainer.gradient_clip_val was None when fit began and is 0.05 now"),
         ("clipped zero", "a hook clips gradients, and under stage=1, bf16 and fp16 they lie in flat buffers"),
+        (
+            "values clipped zero",
+            "a hook clips gradients, and under stage=1, bf16 and fp16 they lie in flat buffers",
+        ),
         ("clipped bf16", "a hook clips gradients, and under stage=1, bf16 and fp16 they lie in flat buffers"),
         ("ratio zero", "returns Ratio, whose step of an element depends on the tensor that it stands in"),
         ("ratio bf16", "returns Ratio, whose step of an element depends on the tensor that it stands in"),

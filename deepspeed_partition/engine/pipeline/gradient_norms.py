@@ -23,6 +23,10 @@ NAME = "_get_total_norm"
 """The function of ``clip_grad`` (torch 2.6 to 2.13) that ``clip_grad_norm_`` takes its norm from. An older torch
 has none, and there a hook that clips is told of as one that computes with several parameters."""
 
+GROUPS = "_group_tensors_by_device_and_dtype"
+"""The function of ``clip_grad`` (torch 2.1 to 2.13) that ``clip_grad_value_`` takes its gradients from. That of
+torch 2.13 raises where there are none, as on a rank whose layers are all frozen."""
+
 ONE_BY_ONE = (
     "a hook clips the norm of gradients one by one, or calls clip_grad_norm_ otherwise on each rank: a rank has "
     "the parameters of its own layers, and so makes another number of calls. Write `clip_grad_norm_(parameter, "
@@ -91,7 +95,8 @@ class GradientNorms:
 
         setattr(clip_grad, NAME, total_norm)
         try:
-            yield
+            with self._values_of_this_rank():
+                yield
         except BaseException:
             self._end()
             raise
@@ -100,6 +105,25 @@ class GradientNorms:
                 raise self._refusal(ONE_BY_ONE.format(clips=self._clips))
         finally:
             setattr(clip_grad, NAME, of_one_rank)
+
+    @contextmanager
+    def _values_of_this_rank(self) -> Iterator[None]:
+        """Let ``clip_grad_value_`` clip what this rank has, which may be nothing."""
+        of_torch: Any = getattr(clip_grad, GROUPS, None)
+        if of_torch is None:
+            yield
+            return
+
+        def groups(lists: Any, *arguments: Any) -> Any:
+            if self._flattened:
+                raise self._refusal(NOT_THERE.format(clips=self._clips))
+            return of_torch(lists, *arguments) if any(lists) else {}
+
+        setattr(clip_grad, GROUPS, groups)
+        try:
+            yield
+        finally:
+            setattr(clip_grad, GROUPS, of_torch)
 
     def _total(self, tensors: Any, order: float, error_if_nonfinite: bool, given_to_clip: Any) -> Tensor:
         everything = [tensors] if isinstance(tensors, Tensor) else list(tensors)
