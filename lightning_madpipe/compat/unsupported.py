@@ -594,14 +594,19 @@ def notes_on_observers(names: Sequence[str], sizes: Sequence[int]) -> Iterator[s
     """
     if names:
         yield (
-            f"observers of quantization ({_first_of(names)}) see micro-batches, {max(sizes)} of the {sum(sizes)} "
+            f"observers of quantization ({_most_of(names)}) see micro-batches, {max(sizes)} of the {sum(sizes)} "
             f"samples, {len(sizes)} times for a batch, and averages of what they see go on so often: another "
             "training than in one process. Way out: num_micro_batches=1"
         )
 
 
-def _first_of(names: Sequence[str]) -> str:
-    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+NUM_NAMED = 20
+"""How many layers of a kind are named: all of most models, and of a ResNet-152 with its 155 not all."""
+
+
+def _most_of(names: Sequence[str]) -> str:
+    num_more = len(names) - NUM_NAMED
+    return ", ".join(names[:NUM_NAMED]) + (f" and {num_more} more" if num_more > 0 else "")
 
 
 def notes_on_statistics(names: Sequence[str], sizes: Sequence[int]) -> Iterator[str]:
@@ -613,7 +618,7 @@ def notes_on_statistics(names: Sequence[str], sizes: Sequence[int]) -> Iterator[
     """
     if names:
         yield (
-            f"batch normalization ({_first_of(names)}) has the statistics of a micro-batch, {max(sizes)} of the "
+            f"batch normalization ({_most_of(names)}) has the statistics of a micro-batch, {max(sizes)} of the "
             f"{sum(sizes)} samples: another training than in one process. Ways out: num_micro_batches=1, "
             "nn.GroupNorm, .eval()"
         )
@@ -628,7 +633,7 @@ def notes_on_instances(names: Sequence[str], sizes: Sequence[int]) -> Iterator[s
     """
     if names:
         yield (
-            f"instance normalization ({_first_of(names)}) updates its running statistics once per micro-batch, "
+            f"instance normalization ({_most_of(names)}) updates its running statistics once per micro-batch, "
             f"{len(sizes)} times for a batch: evaluation has others than in one process. Ways out: "
             "num_micro_batches=1, track_running_stats=False"
         )

@@ -220,6 +220,7 @@ class BatchNormalized(cases.SequentialClassifier):
         super().__init__()
         self.net.insert(1, nn.BatchNorm1d(WIDTH))
         self.net.insert(3, nn.BatchNorm1d(WIDTH).eval())
+        self.net.insert(5, nn.BatchNorm1d(WIDTH))
         self.net[0].weight.register_hook(lambda gradient: gradient)
         self.net[0].register_forward_hook(lambda *_: None)
         self.net[2].register_full_backward_hook(lambda *_: None)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from lightning_madpipe.compat.unsupported import notes_on_statistics
 from lightning_madpipe.module import PipelineCall
 from lightning_madpipe.steps.layers_on_parts import OnParts, few_samples, layers_on_parts
 
@@ -681,3 +682,10 @@ def test_layers_that_set_weights_in_their_first_call_do_not_mix_samples() -> Non
 def test_weights_that_change_in_each_call_are_kept() -> None:
     found = looked_at((4, WIDTH), 0, [nn.Linear(WIDTH, WIDTH), Grows(WIDTH, WIDTH), nn.Tanh()])
     assert found == OnParts(keeping=["something in self.net.1 (Grows)"])
+
+
+def test_of_very_many_layers_the_first_are_named() -> None:
+    for number, rest in ((20, ""), (155, " and 135 more")):
+        names = [f"norm{place}" for place in range(number)]
+        [note] = notes_on_statistics(names, [4, 4])
+        assert f"batch normalization ({', '.join(names[:20])}{rest}) has the statistics of a micro-batch" in note
