@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import random
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn.utils import parametrizations, prune
@@ -91,6 +90,7 @@ class Normalized(cases.Steps):
         self.second.register_forward_hook(lambda layer, arguments, output: output * 2)
         for name, weight in self.named_parameters():
             weight.original_name, weight.no_decay = name, name.endswith("bias")
+            weight.tensor_model_parallel = weight.dim() > 1
         self.fourth.weight.register_hook(lambda gradient: gradient * 0.25)
         self.head.bias.register_hook(lambda gradient: gradient * 3)
 
@@ -110,6 +110,7 @@ class Attributes(Callback):
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         for name, weight in module.named_parameters():
             self.complete &= weight.original_name == name and weight.no_decay == name.endswith("bias")
+            self.complete &= weight.tensor_model_parallel == (weight.dim() > 1)
 
 
 def hooks_and_attributes(host: Host) -> dict[str, Any]:
@@ -138,44 +139,68 @@ def hooks_around(host: Host) -> dict[str, Any]:
 # In a pipeline only
 
 
+LOOKED_IN = (
+    "setup", "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_after_backward",
+    "on_before_optimizer_step", "on_train_batch_end", "on_validation_epoch_end", "on_save_checkpoint",
+    "on_train_epoch_end", "on_train_end", "on_fit_end",
+)  # fmt: skip
+"""Hooks of callbacks, and of modules."""
+
+
 class Watch(Callback):
     """The names that a rank sees in hooks, and what it gets for those of other ranks."""
 
     def __init__(self) -> None:
         self.seen: dict[str, list[str]] = {}
-        self.got: dict[str, str] = {}
+        self.got: dict[str, Any] = {}
 
     def look(self, hook: str, module: Any) -> None:
+        hook = f"{hook} {min(module.trainer.global_step, 3)}"
         names = [name for name, _ in module.named_parameters()]
         assert names == [name for name in module.state_dict() if name != "class_weights"]
         self.seen[hook] = names
         for name in ("net.0.weight", "net.2.linear.bias", "net.4.weight"):
             try:
                 weight = module.get_parameter(name)
-                is_here = math.isfinite(float(weight.detach().sum()))
-                self.got[f"{hook} {name}"] = "the trained one" if is_here else "another"
+                self.got[f"{hook} {name}"] = float(weight.detach().sum())
                 assert any(weight is here for here in module.parameters())
             except RuntimeError as error:
                 self.got[f"{hook} {name}"] = str(error)
             assert module.get_submodule(name.rpartition(".")[0]) is not None
 
-    def on_fit_start(self, trainer: Any, module: Any) -> None:
-        self.look("on_fit_start", module)
 
-    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        self.look(f"on_before_optimizer_step {min(trainer.global_step, 3)}", module)
+class Watched(ByName):
+    """Looks in its own hooks, too."""
 
-    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
-        self.look("on_validation_epoch_end", module)
 
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        self.look("on_train_end", module)
+WATCH = Watch()
+"""What ``Watched`` tells: an attribute of the module would be looked at, too."""
+
+
+def looks(hook: str) -> None:
+    """Let ``Watch`` and ``Watched`` look in ``hook``."""
+    overridden = getattr(Watched, hook)
+
+    def of_callback(self: Watch, trainer: Any, module: Any, *_: Any, **__: Any) -> None:
+        self.look(f"callback {hook}", module)
+
+    def of_module(self: Watched, *arguments: Any, **keywords: Any) -> None:
+        overridden(self, *arguments, **keywords)
+        WATCH.look(f"module {hook}", self)
+
+    setattr(Watch, hook, of_callback)
+    setattr(Watched, hook, of_module)
+
+
+for each in LOOKED_IN:
+    looks(each)
 
 
 def names_in_hooks(host: Host) -> dict[str, Any]:
-    watch = Watch()
-    cases.fit(host, ByName, cases.loader(54), callbacks=[watch], strategy=MOVES)
-    return {"seen": watch.seen, "got": watch.got, "all": [name for name, _ in ByName().named_parameters()]}
+    callbacks = [WATCH, ModelCheckpoint(host.folder / "watched", save_last=True)]
+    cases.fit(host, Watched, cases.loader(54), callbacks=callbacks, strategy=MOVES)
+    everything = [name for name, _ in ByName().named_parameters()]
+    return {"seen": WATCH.seen, "got": WATCH.got, "all": everything, "hooks": LOOKED_IN}
 
 
 class LeftOut(cases.Classifier):

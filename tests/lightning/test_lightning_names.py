@@ -39,16 +39,36 @@ def test_hooks_on_what_is_called_as_a_whole_run(two: Records) -> None:
 def test_every_hook_sees_the_names_of_the_user(two: Records) -> None:
     first, second = (rank["names_in_hooks"] for rank in two.ranks)
     everything = first["all"]
-    assert first["seen"].keys() == second["seen"].keys() and len(first["seen"]) == 7
+    assert first["seen"].keys() == second["seen"].keys()
+    hooks = {hook.rpartition(" ")[0] for hook in first["seen"]}
+    assert hooks == {f"{whose} {hook}" for whose in ("callback", "module") for hook in first["hooks"]}
+    assert len(hooks) == 26
+    cuts = set()
     for hook, names in first["seen"].items():
-        assert names and second["seen"][hook] and [*names, *second["seen"][hook]] == everything, hook
-    # Layers moved between the second and the third step.
-    assert len({tuple(names) for names in first["seen"].values()}) == 2
+        others = second["seen"][hook]
+        if is_whole(hook):
+            assert names == others == everything
+            continue
+        assert names and others and [*names, *others] == everything, hook
+        cuts.add(len(names))
+    assert len(cuts) == 2, "layers moved between the second and the third step"
     for one, other in zip(first["got"].items(), second["got"].items(), strict=True):
-        name = one[0].rpartition(" ")[2]
-        answers = sorted([one[1], other[1]], key=len)
-        assert answers[0] == "the trained one", one[0]
-        assert answers[1].startswith(f"{name} is asked for on a rank that does not run its layer")
+        hook, _, name = one[0].rpartition(" ")
+        if is_whole(hook):
+            assert isinstance(one[1], float) and one[1] == other[1]
+            continue
+        trained, answer = sorted([one[1], other[1]], key=lambda found: isinstance(found, str))
+        assert isinstance(trained, float), one[0]
+        assert answer.startswith(f"{name} is asked for on a rank that does not run its layer")
+        if " on_train_end " in hook:
+            assert trained == first["got"][one[0].replace("on_train_end", "on_fit_end")] != first["got"][
+                f"callback setup 0 {name}"
+            ]
+
+
+def is_whole(hook: str) -> bool:
+    """Whether each rank has all layers there: before they are on their ranks, and when they are back."""
+    return " setup " in hook or " on_fit_end " in hook
 
 
 def test_layers_that_forward_does_not_run_so_are_refused_on_every_rank(two: Records) -> None:
