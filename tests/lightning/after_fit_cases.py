@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.choice import is_chosen
 from tests.lightning import lightning_cases as cases
+from tests.lightning.captured_cases import CausalLanguageModel, sentences
 
 CUT = {"algorithm": [0, 3, 8]}
 
@@ -339,6 +340,47 @@ class Predicting(pl.LightningModule):
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self(batch[0])
+
+
+class Held(Callback):
+    """How many parameters this rank has while fit runs."""
+
+    number = 0
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.number = len(list(module.parameters()))
+
+
+def pretrained_after_fit(host: cases.Host) -> dict[str, Any]:
+    """What a script does with a language model when fit has returned, on every rank: saves, loads, generates."""
+    from transformers import GPT2LMHeadModel
+
+    module, held = cases.seeded(CausalLanguageModel), Held()
+    model: Any = module.model
+    initial = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    prompt = {"input_ids": torch.tensor([[3, 1, 4], [1, 5, 2]]), "attention_mask": torch.ones(2, 3).long()}
+
+    def generated(by: Any) -> list[list[int]]:
+        return by.eval().generate(**prompt, max_new_tokens=12, do_sample=False, pad_token_id=0).tolist()
+
+    before = generated(model)
+    trainer = host.trainer(held, max_epochs=4, strategy={"algorithm": "uniform", "warmup_epochs": 0})
+    trainer.fit(module, sentences())
+    assert host.pipelined == (held.number < len(initial)), held.number
+    folder = host.folder / "pretrained"
+    model.save_pretrained(folder)  # of several ranks the first one writes
+    if host.pipelined:
+        _objects("it is written")
+    loaded = GPT2LMHeadModel.from_pretrained(folder)
+    tokens, weights = generated(model), dict(loaded.named_parameters())
+    return {
+        "weights": {name: weight.double().abs().sum().item() for name, weight in weights.items()},
+        "trained": [not torch.equal(weight, initial[name]) for name, weight in weights.items()],
+        "same as the module's": all(torch.equal(weights[name], own) for name, own in model.named_parameters()),
+        "tokens": tokens,
+        "others than before": tokens != before,
+        "tokens of the loaded one": generated(loaded),
+    }
 
 
 class OptimizerFromOutside(cases.Classifier):
@@ -1248,6 +1290,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         changed_on_rank_zero,
         built_unlike,
         copied_layers,
+        pretrained_after_fit,
     ],
     4: [],
 }

@@ -67,18 +67,20 @@ def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return records_of(request, 4, tmp_path_factory.mktemp("four"))
 
 
-def assert_same(actual: Any, expected: Any, path: str = "", tolerance: float = 1e-5) -> None:
-    """Equal, and numbers equal to 5 digits."""
+def assert_same(
+    actual: Any, expected: Any, path: str = "", tolerance: float = 1e-5, near_zero: float = 1e-6
+) -> None:
+    """Equal, and numbers equal to 5 digits, or up to ``near_zero``."""
     if isinstance(expected, dict):
         assert actual.keys() == expected.keys(), path
         for key in expected:
-            assert_same(actual[key], expected[key], f"{path}.{key}", tolerance)
+            assert_same(actual[key], expected[key], f"{path}.{key}", tolerance, near_zero)
     elif isinstance(expected, list):
         assert len(actual) == len(expected), path
         for index, (left, right) in enumerate(zip(actual, expected, strict=True)):
-            assert_same(left, right, f"{path}[{index}]", tolerance)
+            assert_same(left, right, f"{path}[{index}]", tolerance, near_zero)
     elif isinstance(expected, float):
-        assert actual == pytest.approx(expected, rel=tolerance, abs=1e-6), path
+        assert actual == pytest.approx(expected, rel=tolerance, abs=near_zero), path
     else:
         assert actual == expected, path
 
