@@ -210,9 +210,9 @@ class PipelineGroups(DeepSpeedStrategy):
             warnings.filterwarnings("ignore", message=f"{start}.*{end}", category=category)
 
     def _data_parallel_group(self) -> Any:
-        # There is no pipeline yet in the user's setup().
+        # There is no pipeline yet in the user's setup(), before which Lightning lets all ranks meet.
         pipeline = pipeline_of(self.lightning_module)
-        return dist.group.WORLD if pipeline is None else pipeline.mpu().get_data_parallel_group()
+        return own_groups().tensors if pipeline is None else pipeline.mpu().get_data_parallel_group()
 
     def _num_pipelines(self) -> int:
         return dist.get_world_size(self._data_parallel_group())

@@ -413,7 +413,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         self.accelerator.setup_device(self.root_device)  # type: ignore[union-attr]
         self.setup_distributed()
         try:
-            dist.barrier(own_groups().objects)
+            dist.barrier(group=own_groups().objects)
         except RuntimeError as error:  # after a run that ended so, in a script that went on
             raise self._lightning.refusal(
                 "the processes cannot reach each other: a process of this job has ended, or closed its "

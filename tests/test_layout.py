@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,3 +125,30 @@ def test_every_folder_says_what_it_is_for():
         if file.name == "__init__.py":
             text = ast.get_docstring(ast.parse(file.read_text()))
             assert text, module
+
+
+SENDING = re.compile(
+    r"barrier|monitored_barrier|(all_|reduce_)?(reduce|gather|scatter|broadcast|to_all)\w*|i?(send|recv)\w*"
+)
+"""Functions of ``torch.distributed`` by which ranks communicate."""
+
+
+def calls_of_distributed(file: Path) -> Iterator[ast.Call]:
+    for node in ast.walk(ast.parse(file.read_text())):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name("dist"), attr=name)) if SENDING.fullmatch(name):
+                yield node
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_nothing_is_sent_over_the_default_group(package):
+    """What else communicates there, as a signal's handler of Lightning, comes between two of our messages."""
+    found, num_calls = [], 0
+    for module, file in MODULES.items():
+        for call in calls_of_distributed(file) if module.startswith(package) else ():
+            num_calls += 1
+            keywords = {keyword.arg for keyword in call.keywords}
+            # None stands for **options.
+            if not keywords & {"group", None} and "group" not in map(ast.unparse, call.args):
+                found.append(f"{module}:{call.lineno}: {ast.unparse(call)}")
+    assert not found and num_calls

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import os
 import pickle
@@ -10,7 +11,9 @@ import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy
 import pytorch_lightning as pl
@@ -1057,6 +1060,35 @@ def gathers(host: Host) -> dict[str, Any]:
     return {"values": module.values, "metrics": plain(dict(trainer.callback_metrics))}
 
 
+class GathersInSetup(cases.Classifier):
+    """Asks all ranks before there is a pipeline, and notes over which groups it is done."""
+
+    def setup(self, stage: str) -> None:
+        groups = []
+
+        def noted(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+            groups.append(inspect.signature(function).bind(*arguments, **keywords).arguments.get("group"))
+            return function(*arguments, **keywords)
+
+        with contextlib.ExitStack() as patches:
+            for name in ("all_reduce", "all_gather", "all_gather_into_tensor"):
+                patches.enter_context(patch.object(dist, name, partial(noted, getattr(dist, name))))
+            total = self.trainer.strategy.reduce(torch.ones(1), reduce_op="sum")
+            everyone = self.all_gather(torch.tensor([float(self.trainer.global_rank)]))
+        self.values = {
+            "sum": float(total),
+            "gathered": plain(everyone),
+            "over groups of our own": [group not in (None, dist.group.WORLD) for group in groups],
+        }
+
+
+def gathers_in_setup(host: Host) -> dict[str, Any]:
+    """Over the default group they came between what a signal's handler of Lightning sends there."""
+    module = seeded(GathersInSetup)
+    host.trainer(max_epochs=1).fit(module, cases.loader(16))
+    return module.values
+
+
 class Contrasts(cases.Classifier):
     """As SimCLR, which tells the samples of all processes apart.
 
@@ -1235,7 +1267,7 @@ ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
         refused_predictions, told_or_refused, unread, returned_in_windows, counted, collectives, refused_skips,
         unsendable,
         drawing_cases.alike, drawing_cases.unlike, ranks_asked_for,
-        *loop_cases.ONLY_PIPELINE[2],
+        gathers_in_setup, *loop_cases.ONLY_PIPELINE[2],
     ],
     4: [gathers, ranks_of_pipelines, *loop_cases.ONLY_PIPELINE[4]],
 }  # fmt: skip

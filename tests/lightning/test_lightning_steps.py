@@ -420,6 +420,13 @@ def test_collectives_are_over_pipelines_and_decisions_over_all(four: Records) ->
     )
 
 
+def test_collectives_before_there_is_a_pipeline_have_a_group_of_our_own(two: Records) -> None:
+    """They went over the default group, where a signal's handler of Lightning sends at any instant."""
+    assert two.of("gathers_in_setup") == {
+        "sum": 2.0, "gathered": [[0.0], [1.0]], "over groups of our own": [True, True],
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("run", ["synchronized", "as it is"])
 def test_gathered_features_of_one_pipeline_keep_their_gradient(two: Records, run: str) -> None:
     """It was cut off, in silence; with sync_grads=True it raised that rank 0 is not in the group."""

@@ -148,7 +148,7 @@ def main() -> None:
                 _fail(folder, rank, sentence=said(error))
         with (folder / f"peaks-{rank}.jsonl").open("a") as file:
             file.write(json.dumps(peaks) + "\n")
-    dist.barrier()
+    dist.barrier(group=collectives.own_groups().objects)
     dist.destroy_process_group()
 
 
