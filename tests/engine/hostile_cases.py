@@ -41,10 +41,10 @@ def copied(folder: Path, name: str, saved: str = "two stages") -> Path:
     return to
 
 
-def begun(**options: Any) -> MadPipeEngine:
-    """An engine on as many stages as there are ranks, with these madpipe options."""
+def begun(more: dict[str, Any] | None = None, **options: Any) -> MadPipeEngine:
+    """An engine on as many stages as there are ranks, with these madpipe options, and more of DeepSpeed's."""
     kind, layout = KINDS[KIND], LAYOUTS["two stages" if dist.get_world_size() == 2 else "one stage"]
-    config = {**config_of(kind), "pipeline": {"madpipe": options}}
+    config = {**config_of(kind), "pipeline": {"madpipe": options}, **(more or {})}
     return start(kind.specs(), layout.cut, config, optimizer=OPTIMIZERS[kind.optimizer], lr_scheduler=warm_up)[0]
 
 
@@ -220,6 +220,22 @@ def pickles_in_the_place_of_tensors(folder: Path) -> None:
             str(tied)
         )
     assert not trace.exists()
+
+
+def universal_checkpoints(folder: Path) -> None:
+    """DeepSpeed unpickles all files of them, and with ``unpickle=False`` nobody kept it from that."""
+    where, trace = folder / "universal", folder / "exploded"
+    if dist.get_rank() == 0:
+        (where / "last" / "zero").mkdir(parents=True)
+        (where / "latest_universal").write_text("last")
+        torch.save({"param_groups": Bomb(trace)}, where / "last" / "zero" / "optimizer_state.pt")
+    dist.barrier()
+    more = {"checkpoint": {"load_universal": True}}
+    for tag in (None, "last"):
+        with raised(PlanFormatError, "universal checkpoint", str(where), "made of", "unpickle=True"):
+            begun(more, unpickle=False).load_checkpoint(str(where), tag=tag)
+        dist.barrier()
+        assert not trace.exists()
 
 
 class Mine:
@@ -416,7 +432,7 @@ CASES: dict[int, list[Callable[[Path], None]]] = {
     1: [names_that_lead_outside, planted_links, another_process_writes_it],
     2: [
         a_flipped_bit_in_every_file, every_file_is_verified_once, without_checksums,
-        pickles_in_the_place_of_tensors, what_ranks_save_with_it, what_scripts_save_with_it, a_disk_that_is_full,
-        copies_and_other_names, fp16_without_zero, tags,
+        pickles_in_the_place_of_tensors, universal_checkpoints, what_ranks_save_with_it,
+        what_scripts_save_with_it, a_disk_that_is_full, copies_and_other_names, fp16_without_zero, tags,
     ],
 }  # fmt: skip

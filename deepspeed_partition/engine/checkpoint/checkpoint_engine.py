@@ -28,7 +28,7 @@ from deepspeed_partition.engine.checkpoint.loaded_schedule import ListsOfGroups
 from deepspeed_partition.engine.checkpoint.saved_cut import SavedCut
 from deepspeed_partition.engine.checkpoint.saved_state import SavedState
 from deepspeed_partition.engine.checkpoint.tied_modules import load_ties, save_ties
-from deepspeed_partition.engine.checkpoint.universal import refuse_other_groups
+from deepspeed_partition.engine.checkpoint.universal import refuse_other_groups, refuse_pickles
 from deepspeed_partition.engine.checkpoint.unpickling import Reader
 from deepspeed_partition.engine.pipeline.parts import in_words, parts_here
 from deepspeed_partition.engine.pipeline.stages import StagesModule, allocation_of
@@ -391,11 +391,14 @@ class ResumingEngine(MovingEngine):
         verified, by one rank. Collective.
 
         Raises:
-            PlanFormatError: there is no such checkpoint, or a file that will be read is missing or damaged; on
-                every rank.
+            PlanFormatError: there is no such checkpoint, or a file that will be read is missing or damaged, or all
+                of it would be unpickled where that is not allowed; on every rank.
         """
         self._reader = Reader(self.options.unpickle)
-        if not self.owns_cut or self.load_universal_checkpoint():
+        if self.load_universal_checkpoint():
+            refuse_pickles(options["load_dir"], self.options.unpickle)
+            return None
+        if not self.owns_cut:
             return None
         unneeded = () if _is_whole(options) else OF_OPTIMIZERS
         load_dir = options["load_dir"]

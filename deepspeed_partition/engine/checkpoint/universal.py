@@ -1,4 +1,4 @@
-"""What DeepSpeed leaves out of a universal checkpoint without a word: groups that its writer had not."""
+"""Universal checkpoints, which DeepSpeed reads: what it leaves out without a word, and that it unpickles them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,29 @@ from typing import Any
 import torch
 
 from deepspeed_partition.engine.runtime.collectives import from_rank_0, gather_objects
-from deepspeed_partition.planner.errors import PlanMismatchError
+from deepspeed_partition.planner.errors import PlanFormatError, PlanMismatchError
 from deepspeed_partition.planner.units import counted
 
 SETTINGS = Path("zero") / "optimizer_state.pt"
 """Where a universal checkpoint has the settings of the parameter groups: those of one rank."""
+
+
+def refuse_pickles(load_dir: str, unpickle: bool | None) -> None:
+    """Refuse a universal checkpoint where nothing may be unpickled. On every rank alike.
+
+    Args:
+        load_dir: Where it is to be looked for.
+        unpickle: What the user allows.
+
+    Raises:
+        PlanFormatError: ``unpickle`` is False.
+    """
+    if unpickle is False:
+        raise PlanFormatError(
+            f"a universal checkpoint is to be loaded from {load_dir}, which DeepSpeed unpickles, and that can run "
+            "any code: load the checkpoint that it was made of, which MadPipe reads as data and lays out for any "
+            "cut, without load_universal; or, if you trust its source, give the option unpickle=True, or none"
+        )
 
 
 def refuse_other_groups(folder: Path, optimizer: Any) -> None:
@@ -32,7 +50,7 @@ def refuse_other_groups(folder: Path, optimizer: Any) -> None:
         file = folder / SETTINGS
         if not file.is_file():
             return None  # DeepSpeed says that it is missing
-        # It has objects of DeepSpeed's, which unpickles it a moment later.
+        # It has objects of DeepSpeed's, which unpickles it a moment later: refuse_pickles() was asked before.
         return len(torch.load(file, map_location="cpu", weights_only=False)["param_groups"])
 
     number = from_rank_0(saved)
