@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import signal
 import subprocess
@@ -98,6 +100,21 @@ def test_a_machine_that_runs_nothing_any_more_ends_it_and_that_is_known(monkeypa
     assert (part.starved, whole.starved, whole.stopped) == (True, True, False)
 
 
+@pytest.mark.parametrize("num_looks", [1, 10, 50, 100, 200])
+def test_nothing_is_proved_where_the_machine_ran_nothing_any_more(monkeypatch, num_looks):
+    """On a busy machine a plan that was worse than another one was said to be proved."""
+    made, platform = tight(8, 3, 0.6)
+    best = make_plan(made, platform, recompute="never", deadline=Deadline(1000))
+    assert best.proved
+    looks = itertools.count(1)
+    monkeypatch.setattr(module.time, "monotonic", lambda: 0.0 if next(looks) <= num_looks else math.inf)
+    deadline = Deadline(1000)
+    plan = make_plan(made, platform, recompute="never", deadline=deadline)
+    assert deadline.starved
+    assert (plan.proved, plan.proved_class) == (False, None)
+    assert plan.period_seconds >= best.period_seconds and replay(plan, made).violations == ()
+
+
 def test_a_little_more_time_ends_with_the_whole_when_that_is_stopped():
     whole = Deadline(1e-9)
     while not whole.passed():
@@ -117,6 +134,16 @@ def test_a_search_keeps_its_limit(num_micro_batches):
     assert seconds < 2
     again = spent(make_plan, made, platform, **how | {"recompute": "auto"})[0]
     assert again < 3
+    assert (plan.proved, plan.proved_class) == (False, None)
+    assert replay(plan, made).violations == ()
+
+
+def test_a_large_search_keeps_its_limit():
+    """With a limit of 10 s it took 61 s of the processor."""
+    made, platform = long_chain(500, 32)
+    how = {"num_micro_batches": 64, "time_limit_seconds": 3, "recompute": "auto"}
+    seconds, plan = spent(make_plan, made, platform, **how)
+    assert seconds < 1.5 * how["time_limit_seconds"]
     assert (plan.proved, plan.proved_class) == (False, None)
     assert replay(plan, made).violations == ()
 
@@ -244,7 +271,10 @@ def test_what_has_no_answer_in_time_says_so():
 
 @pytest.mark.parametrize("command", ["plan", "step", "period", "compare", "frontier", "paper"])
 def test_an_interrupt_is_answered_at_once(tmp_path, command):
-    """A real SIGINT, while the command searches; the answer costs a second of the processor at the most."""
+    """A real SIGINT, while the command searches; the answer costs a second of the processor at the most.
+
+    On a busy machine it costs more, as what was measured to start a command does.
+    """
     made, platform = long_chain(200, 24)
     path = tmp_path / "chain.json"
     made.save(path)
@@ -265,7 +295,7 @@ def test_an_interrupt_is_answered_at_once(tmp_path, command):
         _wait_until(lambda: _cpu_seconds(process.pid) > 0.5 + 1.5 * start)
         before = _cpu_seconds(process.pid)
         process.send_signal(signal.SIGINT)
-        _wait_until(lambda: process.poll() is not None or _cpu_seconds(process.pid) > before + 3)
+        _wait_until(lambda: process.poll() is not None or _cpu_seconds(process.pid) > before + 1 + start)
         assert process.poll() is not None, "it goes on"
         _, error = process.communicate()
     assert "Traceback" not in error
