@@ -25,6 +25,10 @@ OF_A_JOB = ("PL_", "RANK", "WORLD", "LOCAL_", "MASTER_", "MADPIPE")
 PATIENCE_SECONDS = 300
 """For all ranks that are to end by themselves; what then still runs was left behind."""
 
+MOST_SECONDS_APART = 45
+"""From the end of a rank to that of another one which hears of it within seconds, and then has to end, where many
+processes share a core. One that hears nothing waits twice as long at the least."""
+
 
 class Outcome(NamedTuple):
     exits: list[int | None]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -29,6 +30,7 @@ from tests.engine import pipelines, plans
 from tests.engine.pipelines import Counted, loss_fn, mlp, tied, train_alone, two_groups
 from tests.engine.running import NUM_MICRO_BATCHES, all_tensors, batches, cut, mine, planned, same, start, train
 from tests.in_backward import in_backward
+from tests.ranks import MOST_SECONDS_APART
 
 FAULT: list[Any] = []
 """Where the next error comes: ``forward``, ``backward`` or ``loss``, and after how many calls."""
@@ -147,8 +149,10 @@ def check(
         FAULT[:] = [place, number]
     kind, arguments = (OSError, (5, "the disk has gone")) if place == "data" else (EnoughError, (place, 7))
     gc.disable()
+    began = time.monotonic()
     with all_raise(kind, guilty, arguments):
         engine.train_batch(given)
+    assert time.monotonic() - began < MOST_SECONDS_APART, "they heard of it late"
     assert not FAULT
     assert all(reference() is None for reference in HELD), "the batch stays in memory"
     gc.enable()

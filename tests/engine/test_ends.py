@@ -6,6 +6,7 @@ import pytest
 pytest.importorskip("torch")
 
 from tests.engine.ending_multiproc import CASES
+from tests.ranks import MOST_SECONDS_APART
 
 
 @pytest.fixture(scope="module")
@@ -19,6 +20,7 @@ def test_all_end(outcomes, case):
     first, other = case.rank, 1 - case.rank
     told = "\n".join(log[-2500:] for log in found["logs"])
     assert found["exits"][other] == 1, told  # neither left, nor aborted
+    assert found["seconds_apart"] < MOST_SECONDS_APART, told
     assert found["exits"][first] == (-9 if case.how == "killed" else 1), told
     if case.how == "refused":  # one that ends while the other is still connected may let it abort
         assert all("no plan suits rank 1" in log for log in found["logs"]) and "rank 1 was there" in told, told

@@ -16,6 +16,7 @@ pytest.importorskip("torch")
 
 from deepspeed_partition.engine.runtime import joining
 from deepspeed_partition.options import PATIENCE_SECONDS, Options
+from tests.ranks import MOST_SECONDS_APART
 
 HERE = Path(__file__).parent
 LONGEST_SECONDS = 150
@@ -42,13 +43,19 @@ class Job:
         return (self.folder / f"log{rank}").read_text()
 
     def exits(self):
-        """Of each rank, when all have ended by themselves."""
-        deadline = time.monotonic() + LONGEST_SECONDS
+        """Of each rank, when all have ended by themselves; and how long after the first one the last one has."""
+        deadline, ends = time.monotonic() + LONGEST_SECONDS, {}
         try:
-            return [rank.wait(max(1.0, deadline - time.monotonic())) for rank in self.ranks]
+            while len(ends) < len(self.ranks) and time.monotonic() < deadline:
+                for rank in self.ranks:
+                    if rank.poll() is not None:
+                        ends.setdefault(rank, time.monotonic())
+                time.sleep(0.05)
         finally:
             for rank in self.ranks:
                 rank.kill()
+        assert len(ends) == len(self.ranks), "it had to be killed"
+        return [rank.returncode for rank in self.ranks], max(ends.values()) - min(ends.values())
 
 
 @pytest.fixture(scope="module")
@@ -118,13 +125,14 @@ def test_a_rank_that_ends_while_its_thread_waits_for_the_store(outcomes):
 
 def test_a_rank_that_dies_before_it_has_joined(tmp_path):
     job = Job(tmp_path, "joining_multiproc.py", "dies")
-    assert job.exits() == [1, 1]
+    exits, seconds_apart = job.exits()
+    assert exits == [1, 1] and seconds_apart < MOST_SECONDS_APART, "the other one once waited for 90 s"
     assert "rank 0 ends: it waits for rank 1 to join the job, which had begun and has ended" in job.log(0)
 
 
 def test_a_rank_that_comes_late(tmp_path):
     job = Job(tmp_path, "joining_multiproc.py", "late")
-    assert job.exits() == [0, 0], job.log(0) + job.log(1)
+    assert job.exits()[0] == [0, 0], job.log(0) + job.log(1)
     assert "rank 0 has waited " in job.log(0) and "to join the 2 ranks at port" in job.log(0)
     assert "all are here" in job.log(0)
 
@@ -138,7 +146,8 @@ def test_who_hangs_before_its_first_engine_is_not_said_to_join():
 def test_a_port_that_is_taken(tmp_path):
     with socket.create_server(("", 0)) as somebody:
         job = Job(tmp_path, "joining_multiproc.py", "waits", port=somebody.getsockname()[1])
-        assert job.exits() == [1, 1]
+        exits, seconds_apart = job.exits()
+    assert exits == [1, 1] and seconds_apart < MOST_SECONDS_APART, "the other one once waited for 90 s"
     assert "address already in use" in job.log(0)
     assert "rank 1 ends: it waits for rank 0 to join the job, which had begun and has ended" in job.log(1)
 

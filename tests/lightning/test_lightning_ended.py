@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("pytorch_lightning")
 
 from tests.lightning.ended_lightning_multiproc import CASES
+from tests.ranks import MOST_SECONDS_APART
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +21,7 @@ def test_both_ranks_end(outcomes, name):
     here = max(case.rank, 0)
     shown = "\n".join(log[-2500:] for log in found["logs"])
     assert (found["exits"][here], found["exits"][1 - here]) == case.exits, shown
+    assert found["seconds_apart"] < MOST_SECONDS_APART, shown
     # What all ranks agree upon is said by rank 0 alone.
     said_by = 0 if case.exits == (0, 0) and not name.startswith("caught") else 1 - here
     assert case.told in found["logs"][said_by], shown
