@@ -1040,6 +1040,7 @@ def attributes_and_hooks_of_layers_that_move(_: Path) -> None:
         for name, parameter in engine.module.named_parameters():
             parameter.original_name, parameter.no_decay = f"model.{name}", parameter.ndim == 1
             parameter.stride = 1  # as Megatron's bias has, in the place of a method of tensors
+            parameter.tensor_model_parallel = parameter.ndim > 1
         exact = "bf16" not in config
         kind = {} if exact else {"dtype": torch.bfloat16}
         losses = train(engine, batches(1, **kind))
@@ -1047,6 +1048,7 @@ def attributes_and_hooks_of_layers_that_move(_: Path) -> None:
             engine.recut(place)
             for name, parameter in engine.module.named_parameters():
                 assert parameter.original_name == f"model.{name}" and parameter.no_decay == (parameter.ndim == 1)
+                assert parameter.stride == 1 and parameter.tensor_model_parallel == (parameter.ndim > 1)
         if exact:
             same(losses + train(engine, data[1:]), expected)
     engine, _, _ = start(mlp(), cut(), optimizer=two_groups)
