@@ -73,6 +73,7 @@ ADDED = {
     "schemas/machines.schema.json/properties/links/minItems",
     "schemas/machines.schema.json/properties/links/type",
     "schemas/machines.schema.json/properties/price_per_device_hour/items/maximum",
+    "schemas/machines.schema.json/properties/price_per_device_hour/maxItems",
     "schemas/machines.schema.json/properties/price_per_device_hour/items/minimum",
     "schemas/machines.schema.json/properties/price_per_device_hour/items/type",
     "schemas/machines.schema.json/properties/price_per_device_hour/type",

@@ -6,6 +6,8 @@ import json
 import os
 import pickle
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +112,36 @@ def test_whatever_is_changed_is_read_or_refused(tmp_path, name):
     change()
     damage()
     assert seen[False] > some(150), seen  # half of both, at the least
+
+
+TOO_LARGE: dict[str, dict[str, Callable[[], str]]] = {
+    saved_state.FILE_NAME: {
+        "a name of 10 MB": lambda: json.dumps({**STATE, "files": [{**STATE["files"][0], "file": "x" * 10**7}]})
+    },
+    MODEL_FILE: {
+        "names": lambda: json.dumps({**MODEL, "names": {f"{number}": ["x"] for number in range(400_000)}})
+    },
+}
+"""Documents that no checkpoint has, by the part that is so large."""
+OF_ALL: dict[str, Callable[[], str]] = {
+    "34 MB of objects": lambda: "[" + "{}," * 11_300_000 + "{}]",
+    "15 MB of objects": lambda: "[" + "{}," * 5_000_000 + "{}]",
+    "deep lists": lambda: "[" * 900_000,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [(name, part) for name in READERS for part in (*TOO_LARGE.get(name, ()), *OF_ALL)]
+)
+def test_what_is_far_too_large_is_refused_soon(tmp_path, name, part):
+    path = tmp_path / name
+    path.write_text((TOO_LARGE.get(name, {}) | OF_ALL)[part]())
+    began = time.process_time()
+    with pytest.raises(ValueError) as refused:
+        READERS[name][1](tmp_path)
+    assert time.process_time() - began < 2
+    assert_one_sentence(refused.value)
+    assert name in str(refused.value) or "the checkpoint" in str(refused.value)
 
 
 @pytest.mark.parametrize("bit", range(8))
