@@ -135,7 +135,7 @@ NAMED: dict[str, Sequence[str]] = {
             "sigterm_to_rank_1", "an_error_before_a_batch", "an_error_before_the_optimizer_step",
             "an_error_at_the_end_of_an_epoch", "an_error_while_a_checkpoint_is_saved", "an_error_of_the_schedule",
             "an_error_after_a_batch", "an_error_of_the_optimizer", "caught_in_the_data", "caught_in_a_hook",
-            "unreadable_data", "sigint_in_a_layer_of_rank_0", "an_error_in_validation",
+            "unreadable_data", "an_error_in_validation",
             "a_stream_that_ends_early_on_rank_1", "sigint_in_a_hook_of_rank_1",
         )
     ],
