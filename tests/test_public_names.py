@@ -120,6 +120,7 @@ ADDED = {
     "schemas/plan.schema.json/properties/platform/properties/pipelines/maxItems",
     "schemas/plan.schema.json/properties/platform/properties/pipelines/type",
     "schemas/plan.schema.json/properties/platform/properties/price_per_device_hour/items/maximum",
+    "schemas/plan.schema.json/properties/platform/properties/price_per_device_hour/maxItems",
     "schemas/plan.schema.json/properties/platform/properties/price_per_device_hour/items/minimum",
     "schemas/plan.schema.json/properties/platform/properties/price_per_device_hour/items/type",
     "schemas/plan.schema.json/properties/platform/properties/price_per_device_hour/type",

@@ -16,4 +16,5 @@ def clip_in_hooks(plugin: Any) -> None:
     """
     idle = next(kind for kind in type(plugin).__mro__ if "clip_gradients" in vars(kind))
     if idle.__module__.endswith("plugins.precision.deepspeed"):
-        plugin.clip_gradients = super(idle, plugin).clip_gradients
+        by_one_device: Any = super(idle, plugin)
+        plugin.clip_gradients = by_one_device.clip_gradients

@@ -131,7 +131,7 @@ def main(out: Path) -> None:
             logs = [out.parent / f"{work.__name__}_{size}_{rank}.log" for rank in range(size)]
             ended = run_job(functools.partial(work, size, out.parent), logs)
             print(work.__name__, size, round(time.monotonic() - began, 1), flush=True)
-            if any(ended.exits):
+            if any(status != 0 for status in ended.exits):  # None: killed
                 print(*(log[-3000:] for log in ended.logs), sep="\n", file=sys.stderr)
                 return
     outcomes = {}
