@@ -20,7 +20,7 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 
 from deepspeed_partition.capture.model_layers import cut_off_weights
-from deepspeed_partition.engine.checkpoint.checkpoint_engine import Found, ResumingEngine
+from deepspeed_partition.engine.checkpoint.checkpoint_engine import Found, ResumingEngine, is_whole
 from deepspeed_partition.engine.pipeline.batch_programs import program_of
 from deepspeed_partition.engine.pipeline.before_step import (
     BeforeStep,
@@ -39,6 +39,7 @@ from deepspeed_partition.engine.pipeline.endless_conditions import (
     why_not_endless,
 )
 from deepspeed_partition.engine.pipeline.endless_training import EndlessTraining
+from deepspeed_partition.engine.pipeline.experts import has_experts, why_they_stay
 from deepspeed_partition.engine.pipeline.module import (
     Cut,
     asks_for_plan,
@@ -217,6 +218,7 @@ class MadPipeEngine(ResumingEngine):
             optimizer = kwargs.get("optimizer")
             refuse_ranks_without_parameters(kwargs["model"], given, optimizer, kwargs["config_class"])
         weights = weights_given(kwargs.get("optimizer"), kwargs.get("model_parameters") or ())
+        self.has_experts = has_experts(kwargs["model"])
         super().__init__(**kwargs)
         remember_attributes([*self.module._layer_specs, *held_modules(self.module).values()])
         if self.watches_programs and isinstance(self.module, StagesModule):
@@ -228,6 +230,8 @@ class MadPipeEngine(ResumingEngine):
         say_interruptions_in_one_line()
         self.tells_ends = options is None  # other hosts run steps and hooks where they belong
         self._cut_as_configured()
+        if self._pending.is_pending and self.has_experts and self.num_stages > 1:
+            raise ValueError(why_they_stay(self.module))
         if (of_fp16 or of_types) and self.owns_cut:
             raise ValueError(of_fp16 or of_types)
         if of_fp16:
@@ -317,12 +321,16 @@ class MadPipeEngine(ResumingEngine):
         ):
             super()._reduce_non_expert_gradients(grads, *args, **kwargs)
 
-    def allreduce_and_copy(self, small_bucket: Any, dp_group: Any, *args: Any, **kwargs: Any) -> None:
-        """Reduce gradients over the pipelines; where there is one, it would be a copy of all of them, and back."""
+    def allreduce_and_copy(self, small_bucket: Any, dp_group: Any, dp_world_size: Any = None) -> None:
+        """Reduce gradients over the pipelines; where there is one, it would be a copy of all of them, and back.
+
+        Those of experts that no other pipeline has are divided by the number of pipelines nevertheless.
+        """
+        size = dist.get_world_size(group=dp_group)
         changes_type = any(each.dtype != self.communication_data_type for each in small_bucket)
-        scales = self.gradient_predivide_factor() != 1.0
-        if dist.get_world_size(group=dp_group) > 1 or changes_type or scales:
-            super().allreduce_and_copy(small_bucket, dp_group, *args, **kwargs)
+        scales = self.gradient_predivide_factor() != 1.0 or dp_world_size not in (None, 1)
+        if size > 1 or changes_type or scales:
+            super().allreduce_and_copy(small_bucket, dp_group, dp_world_size)
 
     # The cut
 
@@ -931,6 +939,7 @@ class MadPipeEngine(ResumingEngine):
             self._clipped_parameters(),
             self.gradient_clipping(),
             group=self.mpu.get_model_parallel_group() if self.sharded is None else None,
+            pipelines=self.mpu.get_data_parallel_group() if self.has_experts else None,
             holds_slice=self.grid.get_slice_parallel_rank() == 0,
             alone=never_drains,
             device=self.device,
@@ -976,6 +985,8 @@ class MadPipeEngine(ResumingEngine):
     def _load_found(self, found: Found | None, bound: inspect.BoundArguments) -> tuple[Any, Any]:
         """Load a checkpoint under its cut, if this run waits for a plan, else under that of this run."""
         self.come_to_rest()
+        if found is not None and self.has_experts:
+            self.refuse_experts_of_other_ranks(found, whole=is_whole(bound.arguments))
         load = super()._load_found
         with self._whole_states():
             return self._pending.resume(found, bound.arguments, lambda: load(found, bound))

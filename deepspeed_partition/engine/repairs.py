@@ -39,6 +39,7 @@ def clip_by_global_norm(
     holds_slice: bool,
     device: torch.device,
     alone: bool = False,
+    pipelines: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """Clip by the norm over the ranks of ``group``, all stages (and slices of layers) of one pipeline; return it.
 
@@ -46,6 +47,8 @@ def clip_by_global_norm(
         group: the ranks that have a gradient of each weight once; None: all ranks.
         holds_slice: this rank speaks for the parameters that all tensor-parallel ranks have alike.
         alone: by the norm of this rank's own gradients.
+        pipelines: the ranks of all pipelines with this stage, where these hold different experts: the mean of
+            their norms is taken, as by DeepSpeed, else weights that all have would part.
     """
     with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
     squares = torch.zeros((), device=device)
@@ -58,6 +61,9 @@ def clip_by_global_norm(
     if not alone:
         dist.all_reduce(squares, group=group)
     norm = squares.sqrt()
+    if pipelines is not None:
+        norm /= dist.get_world_size(pipelines)
+        dist.all_reduce(norm, group=pipelines)
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in with_gradient:
         assert parameter.grad is not None

@@ -32,6 +32,7 @@ from tests.engine import (
     asynchronous_cases,
     caught_cases,
     device_cases,
+    expert_cases,
     host_cases,
     outputs_cases,
     pipelines,
@@ -921,7 +922,7 @@ OF_MAPS = [
 CASES = {
     2: [*CASES_OF_ANY, *device_cases.CASES, *real_layers_cases.CASES, *outputs_cases.CASES],
     3: OF_MAPS,
-    4: [two_pipelines, *sharded_cases.CASES],
+    4: [two_pipelines, *sharded_cases.CASES, *expert_cases.CASES],
 }
 CASES = {
     num_processes: {case.__name__: case for case in [*cases, *others]}

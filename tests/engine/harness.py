@@ -108,7 +108,9 @@ def forget_engines() -> None:
     for engine in [thing for thing in gc.get_objects() if issubclass(type(thing), PipelineEngine) and vars(thing)]:
         engine.destroy()
         vars(engine).clear()
-    of_deepspeed = filter(_is_group, vars(deepspeed.utils.groups).values())
+    values = [*vars(deepspeed.utils.groups).values()]
+    values += [group for value in values if isinstance(value, dict) for group in value.values()]  # of experts
+    of_deepspeed = filter(_is_group, values)
     kept = {
         dist.group.WORLD,
         *_shared.values(),

@@ -31,7 +31,7 @@ from deepspeed_partition.engine.checkpoint.tied_modules import load_ties, save_t
 from deepspeed_partition.engine.checkpoint.universal import refuse_other_groups, refuse_pickles
 from deepspeed_partition.engine.checkpoint.unpickling import Reader
 from deepspeed_partition.engine.pipeline.parts import in_words, parts_here
-from deepspeed_partition.engine.pipeline.stages import StagesModule, allocation_of
+from deepspeed_partition.engine.pipeline.stages import StagesModule, allocation_in_words, allocation_of
 from deepspeed_partition.engine.repartition.movable_engine import MovingEngine
 from deepspeed_partition.engine.repartition.optimizer_copies import without_marks
 from deepspeed_partition.engine.repartition.optimizer_state import ParameterState, lay_states
@@ -49,7 +49,7 @@ from deepspeed_partition.options import Options
 from deepspeed_partition.planner.errors import PlanFormatError, PlanMismatchError
 from deepspeed_partition.planner.io import files
 from deepspeed_partition.planner.plan import Plan
-from deepspeed_partition.planner.units import shown
+from deepspeed_partition.planner.units import counted, shown
 from deepspeed_partition.tensor_values import num_bytes_of
 
 LOADED_BY_ALL = (
@@ -288,9 +288,10 @@ class ResumingEngine(MovingEngine):
         layout = found.layout
         states: dict[str, ParameterState] | None = None
         lists = ListsOfGroups(self.lr_scheduler)
-        if layout is None and found.cut is None and self.optimizer is not None and _is_whole(options):
+        by_places = layout is None and found.cut is None and not self.has_experts
+        if by_places and self.optimizer is not None and is_whole(options):
             raised_together(lambda: self._check_that_places_agree(found.folder))
-        if layout is not None and self.optimizer is not None and _is_whole(options) and not self._fits(found):
+        if layout is not None and self.optimizer is not None and is_whole(options) and not self._fits(found):
             saved = SavedState(found.folder, layout, self._reader)
             states, of_no_parameter = self._agreed(saved)
             options["load_optimizer_states"] = False
@@ -307,7 +308,7 @@ class ResumingEngine(MovingEngine):
                 failed = portable(error)
             raise_first(failed)
         say_what_was_unpickled(self._reader)
-        if not _is_whole(options) and hasattr(self.optimizer, "refresh_fp32_params"):
+        if not is_whole(options) and hasattr(self.optimizer, "refresh_fp32_params"):
             self.optimizer.refresh_fp32_params()  # DeepSpeed does without ties, if at all
         if states is not None:
             _, client_state = loaded
@@ -365,6 +366,64 @@ class ResumingEngine(MovingEngine):
         ]
         return numbers[0] == numbers[1]
 
+    def refuse_experts_of_other_ranks(self, found: Found, *, whole: bool) -> None:
+        """Refuse a checkpoint of a model with experts that other ranks have saved. Collective; nothing is loaded.
+
+        DeepSpeed saves such a model by ranks, not by layers, and numbers its experts by their places on a rank.
+
+        Args:
+            whole: Whether the optimizer's states are to be loaded.
+
+        Raises:
+            PlanFormatError: a file cannot be read.
+            PlanMismatchError: it is of another cut; or the optimizer's states are of other ranks, or those of
+                DeepSpeed's ``BF16_Optimizer``, which it cannot load itself.
+        """
+        if found.cut is None:
+            raised_together(lambda: self._check_names_of_rank(found.folder))
+        elif not found.is_at_cut_of(self.module):
+            way_out = f"partition_method={found.cut.boundaries}"
+            if not found.cut.allocation.is_contiguous:
+                way_out = f"plan={str(found.folder / saved_cut.FILE_NAME)!r}"
+            raise PlanMismatchError(
+                f"the checkpoint in {found.folder} has MoE layers and the cut "
+                f"{allocation_in_words(found.cut.allocation)}, and this run "
+                f"{allocation_in_words(allocation_of(self.module))}: DeepSpeed saves such a model by ranks, so "
+                f"load it at its own cut, with PipelineModule(..., {way_out})"
+            )
+        if whole and found.layout is not None and self.optimizer is not None and not self._fits(found):
+            raise PlanMismatchError(
+                f"the checkpoint in {found.folder} has MoE layers, and its optimizer's states are those of "
+                f"{found.layout['optimizer']} on {counted(found.layout['num_replicas'], 'pipeline')}: with MoE "
+                "layers they load on as many, with the same settings of ZeRO and bf16, and those of bf16 without "
+                "ZeRO (BF16_Optimizer) not at all. Start it with these settings, or load the weights alone with "
+                "load_optimizer_states=False"
+            )
+
+    def _check_names_of_rank(self, folder: Path) -> None:
+        """Refuse a file of plain DeepSpeed's that was saved by a rank with other layers.
+
+        Raises:
+            PlanFormatError: it cannot be read.
+            PlanMismatchError: it was.
+        """
+        path = folder / Path(self._get_ckpt_name("", "")).name
+        names: Any = None
+        if path.is_file():
+            try:
+                names = self._reader.load(path, map_location="cpu", mmap=True)["module"].keys()
+            except PlanFormatError:
+                raise
+            except Exception as error:  # whatever comes of a file that is not what its name says
+                raise saved_state.unreadable(path, error) from None
+        if names != self._get_non_moe_state_dict(dict(self.module.state_dict())).keys():
+            raise PlanMismatchError(
+                f"the checkpoint in {folder} was written by plain DeepSpeed, which saves a model with MoE layers "
+                f"by ranks, and has others in {path.name} than this rank, which has "
+                f"{in_words(list(parts_here(self.module)))}: load it on the cut that wrote it, as boundaries in "
+                "PipelineModule(..., partition_method=[...])"
+            )
+
     @contextmanager
     def _files_named(self) -> Iterator[None]:
         """A file that DeepSpeed cannot read is told by its name, and what can be read as data is not unpickled."""
@@ -400,7 +459,7 @@ class ResumingEngine(MovingEngine):
             return None
         if not self.owns_cut:
             return None
-        unneeded = () if _is_whole(options) else OF_OPTIMIZERS
+        unneeded = () if is_whole(options) else OF_OPTIMIZERS
         load_dir = options["load_dir"]
 
         def find() -> tuple[Found, atomic_folders.Listed | None] | None:
@@ -502,7 +561,7 @@ class ResumingEngine(MovingEngine):
                 vars(optimizer.loss_scale_config).update(known)
 
 
-def _is_whole(options: Mapping[str, Any]) -> bool:
+def is_whole(options: Mapping[str, Any]) -> bool:
     """Whether the optimizer's states are to be loaded, too."""
     return options["load_optimizer_states"] and not options["load_module_only"]
 

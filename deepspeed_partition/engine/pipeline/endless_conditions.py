@@ -151,6 +151,12 @@ def why_not_endless(engine: Any) -> str | None:
             "'2bw' clips by the norm of all stages, for which updates come later, and ZeRO-1 has room for the "
             "reduced gradients of one batch: set gradient_clipping to 0, or use bf16 without ZeRO or 'stashing'"
         )
+    if engine.has_experts and clips and engine.weight_versions != TWO_VERSIONS:
+        return (
+            f"{engine.weight_versions!r} clips by the norm of each rank's own gradients, and with MoE layers "
+            "pipelines have different ones, so that the weights that they share would part: set "
+            "gradient_clipping to 0, or use '2bw'"
+        )
     if has_additional_losses(module):
         return "get_additional_losses() is of the batches that the last stage has run, which are several"
     return None

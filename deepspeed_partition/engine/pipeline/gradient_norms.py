@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,6 +38,10 @@ NOT_THERE = (
     "a hook clips gradients, and under stage=1, bf16 and fp16 they lie in flat buffers of DeepSpeed's, so that "
     "nothing would be clipped: use {clips}"
 )
+
+
+_Said: TypeAlias = tuple[list[float], bool] | None
+"""What a rank says of a call: its norms, and whether it names all gradients; None: it makes no more."""
 
 
 class GradientNorms:
@@ -131,13 +135,20 @@ class GradientNorms:
         names_all = isinstance(given_to_clip, Iterator) or len(given) < len(everything)
         elsewhere = {id(weight.grad) for weight in self._parameters() if _is_counted_elsewhere(weight)}
         norms = [float(torch.linalg.vector_norm(each, order)) for each in given if id(each) not in elsewhere]
-        everyone = self._gathered((norms, names_all))
+        of_pipelines = self._gathered((norms, names_all))
+        everyone = of_pipelines[self._mpu.get_data_parallel_rank()]
         told = [theirs for theirs in everyone if theirs is not None]
         alone = sum(len(theirs) == 1 and not of_all for theirs, of_all in told)
         if len(told) < len(everyone) or alone > 1:
             self._have_met_for_the_last_time = True
             raise self._refusal(ONE_BY_ONE.format(clips=self._clips))
-        total = torch.linalg.vector_norm(torch.tensor([norm for theirs, _ in told for norm in theirs]), order)
+        totals = [
+            torch.linalg.vector_norm(
+                torch.tensor([norm for theirs in ranks if theirs is not None for norm in theirs[0]]), order
+            )
+            for ranks in of_pipelines.values()
+        ]
+        total = torch.stack(totals).mean()  # pipelines may have different experts, and others' weights stay alike
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(
                 f"the total norm of order {order} of the gradients is {float(total)}, so they cannot be clipped: "
@@ -150,12 +161,15 @@ class GradientNorms:
         if self._have_met_for_the_last_time:
             return False
         self._have_met_for_the_last_time = True
-        return any(theirs is not None for theirs in self._gathered(None))
-
-    def _gathered(self, mine: tuple[list[float], bool] | None) -> list[tuple[list[float], bool] | None]:
-        """What each rank of this pipeline says."""
         number = self._mpu.get_data_parallel_rank()
-        return [theirs for of, theirs in gather_objects((number, mine)) if of == number]
+        return any(theirs is not None for theirs in self._gathered(None)[number])
+
+    def _gathered(self, mine: _Said) -> dict[int, list[_Said]]:
+        """What each rank says, by pipelines."""
+        of_pipelines: dict[int, list[_Said]] = {}
+        for number, theirs in gather_objects((self._mpu.get_data_parallel_rank(), mine)):
+            of_pipelines.setdefault(number, []).append(theirs)
+        return of_pipelines
 
 
 def _first_argument(frame: FrameType) -> Any:

@@ -419,6 +419,8 @@ def why_not(engine: Any) -> str | None:
         return "ZeRO shares out states of weights that every rank has: set zero_optimization.stage to 0"
     if engine.bfloat16_enabled() or engine.fp16_enabled():
         return "it runs in fp32 alone: leave bf16 and fp16 out of the configuration"
+    if engine.has_experts:
+        return "pipelines have different experts of MoE layers: leave the option out for this model"
     if engine.device.type != "cpu" or dist.get_backend() != "gloo":
         return "it runs on CPUs over gloo alone: leave the option out on a GPU"
     if module.tied_comms or module.tied_modules:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from deepspeed_partition.engine.pipeline.experts import why_they_stay
 from deepspeed_partition.engine.pipeline.module import asks_for_plan, check_every_rank_trains
 from deepspeed_partition.engine.pipeline.own_optimizers import kept_beside_state
 from deepspeed_partition.engine.pipeline.parts import (
@@ -60,6 +61,8 @@ class MovingEngine(AnyPlanEngine):
     """Whether it is said where the first and the last stage are, if not where plain DeepSpeed has them."""
     is_in_checkpoint = False
     """Whether a checkpoint is being saved or loaded: its files say of which cut they are."""
+    has_experts = False
+    """Whether any rank has layers of DeepSpeed's mixture of experts."""
     has_told_unmarked = False
     """Whether it was said that a state of the optimizer does not say of which parameters it is."""
 
@@ -89,9 +92,11 @@ class MovingEngine(AnyPlanEngine):
         Raises:
             ValueError: a rank would be left without trainable parameters; nothing has moved.
             RuntimeError: the optimizer's state cannot be told apart by parameters, or is kept elsewhere, the
-                schedule of learning rates cannot go on, or a layer is not what its specification builds; nothing
-                has moved, and training can go on.
+                schedule of learning rates cannot go on, a layer is not what its specification builds, or the
+                model has experts; nothing has moved, and training can go on.
         """
+        if self.has_experts:
+            raise RuntimeError(why_they_stay(self.module))
         if self.basic_optimizer is not None:
             check_every_rank_trains(allocation, trainable_parameters(self.module))
         self.check_that_optimizer_can_go_on()
