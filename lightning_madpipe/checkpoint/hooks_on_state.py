@@ -65,6 +65,29 @@ def shown_state(own: Mapping[str, Any], pipeline: PipelineModule, names: OneDevi
     return names.in_order({**absent, **own})
 
 
+def forms_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What :func:`shown_by_forms` takes of a state: the forms of its tensors, and its other values."""
+    return {
+        name: (value.shape, value.dtype) if isinstance(value, Tensor) else [value] for name, value in state.items()
+    }
+
+
+def shown_by_forms(shown: Mapping[str, Any], forms: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of rank 0 on another rank: what this has by the same name, stand-ins for other tensors."""
+    device = next((value.device for value in shown.values() if isinstance(value, Tensor)), torch.device("cpu"))
+
+    def value(name: str, form: Any) -> Any:
+        if isinstance(form, list):
+            return form[0]
+        shape, dtype = form
+        own = shown.get(name)
+        is_own = isinstance(own, Tensor) and (own.shape, own.dtype) == (shape, dtype)
+        form = torch.empty(shape, dtype=dtype, device="meta")
+        return own if is_own else Absent.like(form, device, IS_ELSEWHERE)
+
+    return {name: value(name, form) for name, form in forms.items()}
+
+
 def left_by_hooks(shown: Mapping[str, Any], left: Any, group: Any) -> LeftByHooks:
     """Compare what hooks have ``left`` with what was ``shown``. Collective over ``group``, a pipeline.
 

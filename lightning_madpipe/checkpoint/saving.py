@@ -158,30 +158,45 @@ class Checkpointing(DeepSpeedStrategy):
         # Who looks at what a hook makes of its rank's weights is not to take the whole for a part.
         with self.pipeline.layers_of_user.lent(), torch._C.DisableTorchFunction():
             state = collect(self._module, self.pipeline, self._names)
-            if self._dumps_weights:
-                state = self._by_its_class(state)
-            if self._dumps_weights and self._collects:  # rank 0 writes the file, and hooks run on all
-                shown = self._shown_state()
-                return state if self.is_global_zero else shown
+            # Rank 0 writes the file, and hooks run on all.
+            shown = self._shown_state() if self._dumps_weights and self._collects else None
         if self._dumps_weights:
-            return state
+            return self._by_its_class(state, shown)
         self._shown = hooks_on_state.shown_state(state, self.pipeline, self._names)
         return dict(self._shown)
 
-    def _by_its_class(self, state: dict[str, Any]) -> dict[str, Any]:
-        """What the module's own ``state_dict()`` makes of the whole state on rank 0. Collective.
+    def _by_its_class(self, state: dict[str, Any], shown: dict[str, Any] | None) -> dict[str, Any]:
+        """What the module's own ``state_dict()`` makes of the whole state, on rank 0.
+
+        Collective where ranks have parts of the model, or hooks run on all.
+
+        Args:
+            state: The whole on rank 0; else empty.
+            shown: The state as hooks see it on other ranks; None where they see nothing.
 
         Raises:
-            MisconfigurationException: it makes it of something else; on every rank.
+            MisconfigurationException: it makes it of something else.
         """
         module = self._module
         if not is_overridden(module, "state_dict"):
-            return state
+            return state if shown is None or self.is_global_zero else shown
+
+        def made() -> dict[str, Any]:
+            if not self.is_global_zero:
+                return {}
+            with self.pipeline.elsewhere.listed():
+                return dict(state_by_its_class(module, state))
+
         try:
-            made = refused_together(lambda: state_by_its_class(module, state) if self.is_global_zero else state)
+            if shown is None and self.pipeline.num_stages == 1:
+                return made()
+            by_class = refused_together(made)
         except ValueError as error:
             raise self._lightning.refusal(str(error)) from None
-        return dict(made)
+        if shown is None:
+            return by_class
+        forms = self.broadcast(hooks_on_state.forms_of(by_class))
+        return by_class if self.is_global_zero else hooks_on_state.shown_by_forms(shown, forms)
 
     @property
     def checkpoint_io_plugin(self) -> Any:
@@ -436,9 +451,10 @@ class Checkpointing(DeepSpeedStrategy):
             if before is not None:
                 before.load(checkpoint["state_dict"], strict=strict)
                 return
-            state, strict = loaded_by_its_class(
-                self._module, checkpoint["state_dict"], strict=strict, present=self._shown_state
-            )
+            with self.pipeline.elsewhere.listed():
+                state, strict = loaded_by_its_class(
+                    self._module, checkpoint["state_dict"], strict=strict, present=self._shown_state
+                )
             checkpoint_folders.load_consolidated(self._module, self.pipeline, self._names, state, strict=strict)
         except ValueError as error:
             raise self._lightning.refusal(str(error)) from None

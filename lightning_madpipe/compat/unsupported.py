@@ -109,7 +109,9 @@ def refusals_of(trainer: Any, module: Any, base: type, callbacks: Any) -> Iterat
 
 def steps_with_iterators(trainer: Any, module: Any) -> list[str]:
     """The steps of a run that take their batches from an iterator by themselves."""
-    steps = STEPS_OF_RUNS.get(trainer.state.fn, ())
+    steps = list(STEPS_OF_RUNS.get(trainer.state.fn, ()))
+    if trainer.state.fn == "fit" and not trainer.enable_validation:
+        steps.remove("validation_step")
     return [step for step in steps if "dataloader_iter" in inspect.signature(getattr(module, step)).parameters]
 
 

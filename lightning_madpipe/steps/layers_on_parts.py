@@ -352,8 +352,10 @@ class _Chain:
         def halves(tensor: Tensor, dim: int, rows: int) -> tuple[Tensor, Tensor]:
             first, second = (half.clone() for half in tensor.split(tensor.shape[dim] // 2, dim))
             if _is_mask(tensor):
+                # On a device a place of -1, which a sample without any may have, ends the process, and no look.
+                kept = 0 if tensor.device.type == "cpu" else 1
                 for half in (first, second):
-                    half.narrow(dim, 0, rows).zero_()
+                    half.narrow(dim, 0, rows)[..., kept:] = 0
                 last = second.narrow(dim, second.shape[dim] - rows, rows)
                 last[..., (last.shape[-1] + 1) // 2 :] = 0
             return first, second

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -79,6 +79,8 @@ class ToldElsewhere:
         """What hooks have made since steps ran last, which these have told nothing."""
         self._told_here: dict[int, ref[Metric]] = {}
         """What steps have told on this rank, if it runs whole steps."""
+        self._told_by_hooks: dict[int, ref[Metric]] = {}
+        """What hooks of this rank have told since it was reset."""
         self._is_known = False
         self._times_collected = 0
 
@@ -109,6 +111,18 @@ class ToldElsewhere:
     def have_told_here(self, metric: Metric) -> bool:
         """Whether whole steps have told a metric something, on this rank."""
         told = self._told_here.get(id(metric))
+        return told is not None and told() is metric
+
+    def hook_sets_count(self, metric: Metric, count: Any) -> None:
+        """Note what a hook tells, and forget what is reset."""
+        if count:
+            self._told_by_hooks[id(metric)] = ref(metric)
+        else:
+            self._told_by_hooks.pop(id(metric), None)
+
+    def hooks_have_told(self, metric: Metric) -> bool:
+        """Whether hooks of this rank have told a metric something, besides steps."""
+        told = self._told_by_hooks.get(id(metric))
         return told is not None and told() is metric
 
     @staticmethod
@@ -229,6 +243,25 @@ class GathersBetweenPipelines:
         return type(None), ()
 
 
+class _Told(NamedTuple):
+    """What a rank says of a metric."""
+
+    number: int
+    """How often it was told something here."""
+    by_steps: bool
+    by_hooks: bool
+
+
+def _tell_alike(everyone: Sequence[_Told]) -> bool:
+    """Whether hooks have told a metric alike on all ranks of a pipeline; steps tell it on one of them."""
+    by_steps = [each for each in everyone if each.by_steps]
+    numbers = {each.number for each in everyone if not each.by_steps}
+    if not by_steps:
+        return len(numbers) == 1
+    # Where others count something, hooks of all ranks have told it, or one of them alone.
+    return len(by_steps) == 1 and (numbers <= {0} or (len(numbers) == 1 and by_steps[0].by_hooks))
+
+
 class BetweenPipelines:
     """Lets metrics gather their states between pipelines, and not from all ranks, of which several have the same.
 
@@ -282,6 +315,8 @@ class BetweenPipelines:
                     (told.made_in_hook if steps.running is None else told.made)(metric)
                 elif value and steps.running is not None:
                     told.note(metric)
+                else:
+                    told.hook_sets_count(metric, value)
             _SET(metric, name, value)
 
         Metric.__setattr__ = set_noted  # type: ignore[method-assign,assignment]
@@ -309,11 +344,15 @@ class BetweenPipelines:
         is_told = steps is not None and steps.told_elsewhere.may_have_told(metric)
         if not any(map(bool, self._gather(torch.tensor(int(is_told), device=metric.device)))):
             return between  # hooks alone have told it, on all ranks of a pipeline or for one
-        mine = getattr(metric, COUNTS[0], 0), steps is not None and steps.told_elsewhere.have_told_here(metric)
+        told = None if steps is None else steps.told_elsewhere
+        mine = _Told(
+            getattr(metric, COUNTS[0], 0),
+            told is not None and told.have_told_here(metric),
+            told is not None and told.hooks_have_told(metric),
+        )
         everyone = gather_objects(mine, self._stages)
-        places = [place for place, (_, is_told_there) in enumerate(everyone) if is_told_there]
-        is_alike = len(places) == 1 or (not places and len({number for number, _ in everyone}) == 1)
-        are_alike = self._gather(torch.tensor(int(is_alike), device=metric.device))
+        places = [place for place, each in enumerate(everyone) if each.by_steps]
+        are_alike = self._gather(torch.tensor(int(_tell_alike(everyone)), device=metric.device))
         if not all(map(bool, are_alike)):
             return function  # a hook of one rank has told it, or whole steps have run on several
         if places:

@@ -376,6 +376,24 @@ class LeavesOut(cases.Classifier):
         return super().load_state_dict(fitting, strict=False)
 
 
+class KeepsTrained(cases.Classifier):
+    """Goes by its parameters, of which each rank has its own, and by a hook, which runs on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.requires_grad_(False)
+
+    def state_dict(self, *arguments: Any, **keywords: Any) -> dict[str, Any]:
+        whole = super().state_dict(*arguments, **keywords)
+        trained = {name for name, weight in self.named_parameters() if weight.requires_grad}
+        return {f"kept.{name}": value for name, value in whole.items() if name in trained}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        if all(name.startswith("kept.") for name in state):  # of a file
+            del state[max(state)]
+
+
 class FromParts(cases.Classifier):
     def state_dict(self) -> dict[str, Any]:
         return {f"head.{name}": value for name, value in self.head.state_dict().items()}
@@ -388,8 +406,14 @@ def overridden_state_dicts(host: cases.Host) -> dict[str, Any]:
     state = torch.load(path, weights_only=True)["state_dict"]
     tester = host.trainer(strategy={"algorithm": CUT})
     tested = tester.test(seeded(LeavesOut, seed=9), cases.loader(37, seed=5), ckpt_path=path, verbose=False)
-    sums = {name: [str(value.dtype), float(value.abs().sum())] for name, value in state.items()}
-    return {"file": sums, "tested": tested}
+    files = {"leaves out": state}
+    trained(host, seeded(KeepsTrained)).save_checkpoint(path, weights_only=True)
+    files["keeps trained"] = torch.load(path, weights_only=True)["state_dict"]
+    sums = {
+        kind: {name: [str(value.dtype), float(value.abs().sum())] for name, value in state.items()}
+        for kind, state in files.items()
+    }
+    return {"files": sums, "tested": tested}
 
 
 def states_made_of_parts(host: cases.Host) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import numpy
 import pytest
 import pytorch_lightning as pl
 import torch
+from deepspeed.pipe import LayerSpec
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +21,7 @@ from torchmetrics import MeanMetric
 from deepspeed_partition.generators import generator_state
 from lightning_madpipe.compat.elsewhere import Elsewhere
 from lightning_madpipe.module import HOLDER, PipelineCall, PipelineHolder, TiedModule
+from lightning_madpipe.steps.captured_check import CapturedCheck
 from lightning_madpipe.steps.forward_reads import Read
 from lightning_madpipe.steps.layer_check import LayerCheck, Verdict
 from lightning_madpipe.steps.step_side_effects import Leftovers
@@ -452,6 +454,20 @@ def test_what_differs_is_refused_by_its_place(case: str, kind: str) -> None:
     assert found.difference is not None, found
     assert words in found.difference
     assert "check_layers=False" in found.difference
+
+
+def test_a_layer_that_is_built_where_it_runs_is_told_of() -> None:
+    """No process has all layers then, and nothing compares them with forward()."""
+    module = module_of(lambda m, x: m.c(m.a(x)), lambda m: [m.a, LayerSpec(nn.Tanh), m.c])
+    [note] = compare(module).notes
+    assert note.startswith("pipeline_layers() has a LayerSpec, which is built where it runs: it is not compared")
+
+
+def test_found_layers_that_fit_nowhere_whole_are_told_of() -> None:
+    check = object.__new__(CapturedCheck)
+    vars(check).update(_notes=[], _name="Net")
+    check._compare(whole=False)
+    assert check._notes == ["the layers of Net are trained as they were found, without a comparison"]
 
 
 def test_a_state_that_forward_carries_is_told(kind: str) -> None:

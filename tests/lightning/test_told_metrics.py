@@ -21,7 +21,7 @@ from torchmetrics.classification import (
 from torchmetrics.wrappers import Running
 
 from lightning_madpipe.steps.log_calls import LogCalls
-from lightning_madpipe.steps.metrics import named_with_class
+from lightning_madpipe.steps.metrics import _tell_alike, _Told, named_with_class
 from lightning_madpipe.steps.micro_batches import MicroBatch
 from lightning_madpipe.steps.told_metrics import ToldMetrics
 
@@ -182,3 +182,23 @@ def test_a_metric_that_a_step_resets_stays_as_it_is() -> None:
     told(metric, resets)
     logits, labels = (tensor[-1:] for tensor in batches()[-1])
     torch.testing.assert_close(metric.compute(), F.cross_entropy(logits, labels))
+
+
+@pytest.mark.parametrize(
+    "others, of_steps, is_alike",
+    [
+        ([], (4, True, False), True),  # one stage
+        ([0], (4, True, False), True),
+        ([0, 0], (4, True, True), True),  # a collection sets counts in a hook
+        ([2], (6, True, True), True),  # hooks of all ranks tell it, too
+        ([2], (4, True, False), False),  # one of a rank alone
+        ([2, 0], (4, True, True), False),
+        ([2, 2], None, True),
+        ([2, 0], None, False),
+    ],
+)
+def test_what_hooks_of_one_rank_tell_beside_steps_counts(
+    others: list[int], of_steps: tuple[int, bool, bool] | None, is_alike: bool
+) -> None:
+    everyone = [_Told(number, False, bool(number)) for number in others]
+    assert _tell_alike([*everyone, *([] if of_steps is None else [_Told(*of_steps)])]) == is_alike

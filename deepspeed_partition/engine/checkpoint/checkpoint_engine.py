@@ -416,7 +416,10 @@ class ResumingEngine(MovingEngine):
                 raise
             except Exception as error:  # whatever comes of a file that is not what its name says
                 raise saved_state.unreadable(path, error) from None
-        if names != self._get_non_moe_state_dict(dict(self.module.state_dict())).keys():
+        own = set(self._get_non_moe_state_dict(dict(self.module.state_dict())))
+        frozen = {name for name, weight in self.module.named_parameters() if not weight.requires_grad}
+        # DeepSpeed's exclude_frozen_parameters=True leaves those out.
+        if names is None or set(names) - frozen != own - frozen:
             raise PlanMismatchError(
                 f"the checkpoint in {folder} was written by plain DeepSpeed, which saves a model with MoE layers "
                 f"by ranks, and has others in {path.name} than this rank, which has "

@@ -151,6 +151,11 @@ def why_not_endless(engine: Any) -> str | None:
             "'2bw' clips by the norm of all stages, for which updates come later, and ZeRO-1 has room for the "
             "reduced gradients of one batch: set gradient_clipping to 0, or use bf16 without ZeRO or 'stashing'"
         )
+    if engine.has_experts and clips and isinstance(engine.optimizer, BF16_Optimizer):
+        return (
+            "BF16_Optimizer keeps the gradients of MoE layers apart, which would be left out of the norm that "
+            "clips: set gradient_clipping to 0, or use fp32"
+        )
     if engine.has_experts and clips and engine.weight_versions != TWO_VERSIONS:
         return (
             f"{engine.weight_versions!r} clips by the norm of each rank's own gradients, and with MoE layers "
