@@ -177,18 +177,20 @@ def draws_that_cannot_be_the_same_are_said(_: Path) -> None:
 
 def layers_that_draw_are_said_where_a_plan_moves_them(_: Path) -> None:
     """Dropout got other numbers than on the cut of plain DeepSpeed, in silence."""
-    for method, boundaries, seeds, is_said in (
-        ("madpipe", [0, 3, 9], False, True),
-        ("madpipe", [0, 3, 9], True, False),
-        ("madpipe", None, False, False),  # the cut that it has without a plan
-        ([0, 3, 9], None, False, False),
+    for method, boundaries, seeds, interval, is_said in (
+        ("madpipe", [0, 3, 9], False, 0, True),
+        ("madpipe", [0, 3, 9], True, 0, False),
+        ("madpipe", [0, 3, 9], True, 2, True),  # DeepSpeed's seeds go by places in ranges there
+        ("madpipe", None, False, 0, False),  # the cut that it has without a plan
+        ([0, 3, 9], None, False, 0, False),
     ):
         layers = [*mlp()[:2], nn.Dropout(0.1), *mlp()[2:6], Chance(), *mlp()[7:]]
         said: list[str] = []
         with patch.object(drawing_layers, "warn_once", lambda _, line: said.append(line)):  # noqa: B023
             module = PipelineModule(layers, num_stages=2, loss_fn=loss_fn)
             options = planned(boundaries or [*module.parts]) if method == "madpipe" else {}
-            engine, _, _ = start(layers, method, options, optimizer=two_groups, seed_layers=seeds)
+            own = {"seed_layers": seeds, "activation_checkpoint_interval": interval}
+            engine, _, _ = start(layers, method, options, optimizer=two_groups, **own)
             engine.eval_batch(iter(batches(1)[0]))
             for batch in batches(2):
                 engine.train_batch(iter(batch))
@@ -203,6 +205,8 @@ def layers_that_draw_are_said_where_a_plan_moves_them(_: Path) -> None:
                 last == "layers draw from the random generators of their rank (random), such as layer 7 (Chance)"
             )
             assert all("the plan has made [0, 3, 9]" in line for line in lines), lines
+            way_out = "activation_checkpoint_interval=0 gives" if seeds else "seed_layers=True of PipelineModule"
+            assert all(way_out in line for line in lines), lines
 
 
 class Tracked(nn.Module):

@@ -175,9 +175,9 @@ class MovingEngine(AnyPlanEngine):
         of_copies = (
             ""
             if self.copies_follow
-            else ": what a script made of its layers or parameters before (a list, an average by name, a copy) "
-            "does not follow: make it again of engine.module; an attribute of a parameter follows (p.average = "
-            "p.detach().clone())"
+            else ": what a script made of its layers or parameters before (a list, a "
+            "state_dict(), an average by name, a copy) does not follow: make it again of engine.module; an "
+            "attribute of a parameter follows (p.average = p.detach().clone())"
         )
         # A host whose copies follow has told the user where parameters are.
         level = logging.DEBUG if self.copies_follow else logging.INFO
