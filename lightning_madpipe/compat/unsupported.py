@@ -607,8 +607,14 @@ NUM_NAMED = 20
 
 
 def _most_of(names: Sequence[str]) -> str:
-    num_more = len(names) - NUM_NAMED
-    return ", ".join(names[:NUM_NAMED]) + (f" and {num_more} more" if num_more > 0 else "")
+    shown, num_more = names[:NUM_NAMED], len(names) - NUM_NAMED
+    kinds = [name.partition(" (")[2] for name in shown]
+    # The kind stands behind the last of several of it.
+    listed = [
+        name.partition(" (")[0] if kind == following else name
+        for name, kind, following in zip(shown, kinds, [*kinds[1:], None], strict=True)
+    ]
+    return ", ".join(listed) + (f" and {num_more} more" if num_more > 0 else "")
 
 
 def notes_on_statistics(names: Sequence[str], sizes: Sequence[int]) -> Iterator[str]:
@@ -652,7 +658,7 @@ def needs_two_samples(error: BaseException, step: str, sizes: Sequence[int], nam
     if not isinstance(error, ValueError) or NO_STATISTICS not in str(error) or sum(sizes) < 2:
         return None
     return (
-        f"{step}: batch normalization ({_all_of(names, 'layers ')}) cannot compute statistics of one sample, and "
+        f"{step}: batch normalization ({_most_of(names)}) cannot compute statistics of one sample, and "
         f"the batch of {sum(sizes)} samples is cut into {len(sizes)} micro-batches, of which the smallest has "
         f"{min(sizes)}: MadPipeStrategy(num_micro_batches={sum(sizes) // 2}){', or fewer' * (sum(sizes) > 3)}; "
         "drop_last=True, if the last batch is short; larger batches; .eval() on these layers before fit; or "

@@ -88,7 +88,7 @@ def test_layers_that_forward_does_not_run_so_are_refused_on_every_rank(two: Reco
     assert "self.net.1 is a SyncBatchNorm" in said["synchronized"]
 
 
-NORMALIZATIONS = "self.net.1 (BatchNorm1d), self.net.5 (BatchNorm1d)"
+NORMALIZATIONS = "self.net.1, self.net.5 (BatchNorm1d)"
 """Those that are not in evaluation."""
 
 
