@@ -143,7 +143,7 @@ def test_a_large_search_keeps_its_limit():
     made, platform = long_chain(500, 32)
     how = {"num_micro_batches": 64, "time_limit_seconds": 3, "recompute": "auto"}
     seconds, plan = spent(make_plan, made, platform, **how)
-    assert seconds < 1.5 * how["time_limit_seconds"]
+    assert seconds < 2 * how["time_limit_seconds"]
     assert (plan.proved, plan.proved_class) == (False, None)
     assert replay(plan, made).violations == ()
 
