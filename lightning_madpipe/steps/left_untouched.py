@@ -1,9 +1,10 @@
-"""What a step may not change: the optimizer's settings and the weights.
+"""What a step may not change: the optimizer's settings, the weights, and which of them are trained.
 
 A step runs on the last stage, once for each micro-batch, and up to its call of ``forward`` on the first one. A
 rate that it sets reaches that rank's optimizer alone, and one that it multiplies is multiplied for each
 micro-batch; weights that it clamps are those of the last stage, and averages that it puts in their place for the
-call never leave those of the first one. A hook does these once, on every rank.
+call never leave those of the first one. Layers that it unfreezes train on its rank alone, from the next
+micro-batch on, and of weights that layers share one copy. A hook does these once, on every rank.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class LeftUntouched:
         is_close = self._looks_closely(step)
         weights = dict(self._module.named_parameters())
         before = marks_of(list(weights.values()), values=is_close)
+        trained = [weight.requires_grad for weight in weights.values()]
         has_ended = False
         try:
             yield
@@ -65,6 +67,20 @@ class LeftUntouched:
             for number, name, value in changed:
                 if not isinstance(groups[number][name], Tensor):
                     groups[number][name] = value
+            turned = [
+                (name, weight)
+                for (name, weight), was in zip(weights.items(), trained, strict=True)
+                if weight.requires_grad != was
+            ]
+            for _, weight in turned:
+                weight.requires_grad_(not weight.requires_grad)
+            if has_ended and turned:
+                name, weight = turned[0]
+                raise self._error(
+                    f"{step} sets requires_grad of {name} to {not weight.requires_grad}, and in a pipeline a step "
+                    "runs on some ranks, behind the layers of its micro-batch: freeze and unfreeze in a hook, "
+                    "which runs on every rank, such as on_train_epoch_start or on_train_batch_start"
+                )
             if has_ended:
                 self._refuse_weights(step, weights, before, is_close)
         if changed:

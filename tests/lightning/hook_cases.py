@@ -1164,6 +1164,26 @@ class RateBeforeForward(Module):
         return super().training_step(batch, batch_idx)
 
 
+class UnfreezesInStep(Module):
+    """The last layer, which this rank has: from the next micro-batch on."""
+
+    def on_fit_start(self) -> None:
+        self.head.bias.requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1:
+            self.head.bias.requires_grad_(True)
+        return loss
+
+
+class UnfreezesBeforeForward(UnfreezesInStep):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 1:
+            self.head.bias.requires_grad_(True)
+        return Module.training_step(self, batch, batch_idx)
+
+
 class ClampedInStep(Module):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -1644,6 +1664,7 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
         DrawnBySeeds, DrawnByOneSeed, DrawnByOneSeedForOne, AveragedWhole, AveragedWholeAsSums,
         ZeroingGradients, Averaged, AveragedInBuffers, RunsBlocks, ListsOfOne, OnRankZero,
         ClippedInClosure, StepsByPlace, StepsWithNoise, StepsWithClosure, RateInStep, RateBeforeForward,
+        UnfreezesInStep, UnfreezesBeforeForward,
         OptimizerReplaced, ClippingReplaced, SavingItself, CopyingItself, OwnOptimizer, Counted, NormInStep,
         GradientsInStep,
         NormBeforeForward, StateInStep, StoppingAlone, StoppingTogether, EpochEndedAlone,
