@@ -53,6 +53,7 @@ from lightning_madpipe.compat.namespace import Lightning
 from lightning_madpipe.compat.number_types import convert_but_complex, leave_types
 from lightning_madpipe.compat.optimizer_hooks import OptimizerHooks, tell_of_states
 from lightning_madpipe.compat.optimizers import (
+    EndedOptimizers,
     configured_optimizer,
     refuse_weights_of_nobody,
     tell_of_zeros,
@@ -810,7 +811,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
         if is_there:
             engine.release()
         self._engine = None
-        self.optimizers = []
+        self.optimizers = EndedOptimizers() if self._lost_optimizer else []
         gc.collect()
 
     def _format_batch_size_and_grad_accum_config(self) -> None:

@@ -130,7 +130,8 @@ def _dict_taken_apart(value: Any) -> tuple[list[Any], list[str], Callable[[list[
 
     def make(parts: list[Any]) -> Any:
         made = copy.copy(value)
-        made.update(zip(keys, parts, strict=True))
+        for key, part in zip(keys, parts, strict=True):  # classes of the user's may refuse update()
+            made[key] = part
         return made
 
     return [value[key] for key in keys], list(map(str, keys)), make

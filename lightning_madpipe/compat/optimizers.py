@@ -24,6 +24,18 @@ NEED_SHAPES = ("Adafactor", "Muon")
 """Optimizers of torch whose update of a matrix is not that of its elements."""
 
 
+class EndedOptimizers(list[Any]):
+    """No optimizers, where a fit of the same Trainer has had some: whoever takes one is told why there is none."""
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return []
+        raise IndexError(
+            "trainer.optimizers has none: that of fit ended when this evaluation began, for the pipeline has one "
+            "engine at a time. Keep what is to be read of it, such as a rate, in an attribute in on_train_end"
+        )
+
+
 def configured_optimizer(
     configure: Callable[[Any], tuple[list[Any], list[Any]]],
     module: Any,

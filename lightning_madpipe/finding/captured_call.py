@@ -44,6 +44,12 @@ CHOICE = (
 """What to do where arguments that are no tensors change from batch to batch."""
 
 
+TEXT = (
+    ". Text of the samples is made into tensors before forward(), in a collate_fn or in the step; where forward() "
+    "does not read it, leave it out of what it is given"
+)
+"""What to do where a text within an argument does."""
+
 NUMBER = ". A number that is only computed with is handed as a tensor: {name}=torch.tensor(...)"
 """What to do where a number changes from batch to batch."""
 
@@ -343,6 +349,8 @@ def _what_to_do(name: str, before: Any, now: Any) -> str:
     if not name.isidentifier() and (_is_number(before) or _is_number(now)):
         owner = name.rpartition("[")[0] if name.endswith("]") else name
         return NUMBERS.format(name=owner)
+    if not name.isidentifier() and (isinstance(before, str) or isinstance(now, str)):
+        return TEXT + CHOICE
     return NUMBER.format(name=name) * (_is_number(before) and _is_number(now)) + CHOICE
 
 

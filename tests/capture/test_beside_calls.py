@@ -30,7 +30,7 @@ from deepspeed_partition.capture import (  # noqa: E402
 from deepspeed_partition.capture.draws import digest_of  # noqa: E402
 from deepspeed_partition.capture.reads_in_code import ReadsInCode  # noqa: E402
 from deepspeed_partition.capture.recording import Call, Template  # noqa: E402
-from deepspeed_partition.capture.structure import LEAF  # noqa: E402
+from deepspeed_partition.capture.structure import LEAF, build, flatten  # noqa: E402
 from tests.capture.comparing import assert_same, captured_layers, run_in_order  # noqa: E402
 
 
@@ -1089,3 +1089,17 @@ def test_a_sparse_table_that_code_reads_is_no_hindrance(layout):
     layers = layers_as_they_are(model, (x,), {})
     assert len(layers) == 2
     torch.testing.assert_close(run_in_order(layers, x), model(x))
+
+
+class Refusing(OrderedDict[str, Any]):
+    """As ``ModelOutput`` of transformers, and what others have made of it."""
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise TypeError("You cannot use update() here")
+
+
+def test_dicts_that_refuse_update_are_made_entry_by_entry() -> None:
+    """It was said that the layers do not compute what the model does."""
+    leaves, structure = flatten(Refusing(score=1, other=2))
+    made = build(structure, [3, 4])
+    assert leaves == [1, 2] and isinstance(made, Refusing) and dict(made) == {"score": 3, "other": 4}

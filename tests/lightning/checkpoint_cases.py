@@ -604,6 +604,7 @@ def saved_after_an_evaluation(host: cases.Host) -> dict[str, Any]:
     for what in ("validate", "test"):
         getattr(trainer, what)(module, data, verbose=False)
         said[what] = _warned(trainer, lambda: trainer.save_checkpoint(folder / "after.ckpt"))
+        said[f"optimizers in {what}"] = [_first_optimizer(trainer), str(len(trainer.optimizers))]
     for name in ("before", "after"):
         path = folder / f"{name}.ckpt"
         go_on = functools.partial(trained, host, seeded(seed=9), max_epochs=2, ckpt_path=path)
@@ -616,6 +617,13 @@ def saved_after_an_evaluation(host: cases.Host) -> dict[str, Any]:
     trainer.strategy.barrier()
     weights = torch.load(folder / "weights.ckpt", weights_only=False)["state_dict"]
     return {**said, "by another": by_another, "weights": _equal(weights, module.state_dict())}
+
+
+def _first_optimizer(trainer: Any) -> str:
+    try:
+        return str(trainer.optimizers[0])
+    except IndexError as error:
+        return str(error)
 
 
 def _warned(trainer: Any, work: Callable[[], Any]) -> list[str]:

@@ -1177,13 +1177,6 @@ class UnfreezesInStep(Module):
         return loss
 
 
-class UnfreezesBeforeForward(UnfreezesInStep):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if batch_idx == 1:
-            self.head.bias.requires_grad_(True)
-        return Module.training_step(self, batch, batch_idx)
-
-
 class ClampedInStep(Module):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -1664,7 +1657,7 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
         DrawnBySeeds, DrawnByOneSeed, DrawnByOneSeedForOne, AveragedWhole, AveragedWholeAsSums,
         ZeroingGradients, Averaged, AveragedInBuffers, RunsBlocks, ListsOfOne, OnRankZero,
         ClippedInClosure, StepsByPlace, StepsWithNoise, StepsWithClosure, RateInStep, RateBeforeForward,
-        UnfreezesInStep, UnfreezesBeforeForward,
+        UnfreezesInStep,
         OptimizerReplaced, ClippingReplaced, SavingItself, CopyingItself, OwnOptimizer, Counted, NormInStep,
         GradientsInStep,
         NormBeforeForward, StateInStep, StoppingAlone, StoppingTogether, EpochEndedAlone,

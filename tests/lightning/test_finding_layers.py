@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 from deepspeed_partition.capture import CaptureError
 from deepspeed_partition.capture.structure import flatten, written_names_of
-from lightning_madpipe.finding.captured_call import CapturedCall, OtherCallError
+from lightning_madpipe.finding.captured_call import CapturedCall, OtherCallError, _what_to_do
 from lightning_madpipe.finding.captured_calls import CapturedCalls
 from lightning_madpipe.finding.example_batch import NoExampleError, example_batch
 from lightning_madpipe.finding.step_call import rest_of_arguments
@@ -435,3 +435,20 @@ def test_entries_of_arguments_are_named_as_code_writes_them() -> None:
     names = written_names_of(flatten(value)[1], "batch")
     assert names[:2] == ["batch['lengths'][0]", "batch['lengths'][1][0]"]
     assert names[2:] == ["batch['x'].start", "batch['x'].stop", "batch['x'].step"]
+
+
+@pytest.mark.parametrize(
+    "name, before, now, words",
+    [
+        ("x[0]", "one text", "another", ["Text of the samples is made into tensors before", "the head of a task"]),
+        ("task", "tags", "words", ["the head of a task"]),
+        ("x['count']", 1, 2, ["Let x be a tensor"]),
+    ],
+)
+def test_what_changes_from_batch_to_batch_has_its_own_way_out(
+    name: str, before: Any, now: Any, words: list[str]
+) -> None:
+    """A list of texts was told to run all heads and to choose by torch.where."""
+    said = _what_to_do(name, before, now)
+    assert all(each in said for each in words)
+    assert ("Text of the samples" in said) == (name == "x[0]")
