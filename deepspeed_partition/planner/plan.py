@@ -292,7 +292,7 @@ class Plan:
             )
         if self.chain.digest != chain.digest():
             raise PlanMismatchError(
-                f"the plan is for another profile ({self.chain.name!r}, {self.chain.digest[:19]}...) than "
+                f"the plan is for another profile ({self.chain.name!r}, {self.chain.digest[:19]!r}...) than "
                 f"{chain.name!r} ({chain.digest()[:19]}...): plan again"
             )
 

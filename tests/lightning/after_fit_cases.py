@@ -31,7 +31,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.choice import is_chosen
 from tests.lightning import lightning_cases as cases
-from tests.lightning.captured_cases import CausalLanguageModel, sentences
 
 CUT = {"algorithm": [0, 3, 8]}
 
@@ -354,6 +353,8 @@ class Held(Callback):
 def pretrained_after_fit(host: cases.Host) -> dict[str, Any]:
     """What a script does with a language model when fit has returned, on every rank: saves, loads, generates."""
     from transformers import GPT2LMHeadModel
+
+    from tests.lightning.captured_cases import CausalLanguageModel, sentences  # which import from here
 
     module, held = cases.seeded(CausalLanguageModel), Held()
     model: Any = module.model

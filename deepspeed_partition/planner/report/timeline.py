@@ -131,9 +131,9 @@ class MeasuredTimeline:
         names = {_role(each.operation) for each in plan.operations if each.operation[0] not in "RW"}
         if (plan.chain, devices, names) != (self.chain, self.devices, set(self._places())):
             raise PlanMismatchError(
-                f"the timeline is of a plan for {self.chain.name!r} ({self.chain.digest[:19]}...) with its stages "
-                f"on the devices {list(self.devices)}, and this plan is for {plan.chain.name!r} "
-                f"({plan.chain.digest[:19]}...) with stages on {list(devices)}: give the plan of that run"
+                f"the timeline is of a plan for {self.chain.name!r} ({self.chain.digest[:19]!r}...) with its "
+                f"stages on the devices {list(self.devices)}, and this plan is for {plan.chain.name!r} "
+                f"({plan.chain.digest[:19]!r}...) with stages on {list(devices)}: give the plan of that run"
             )
         return _compared(self, plan)
 
