@@ -159,14 +159,13 @@ def main() -> None:
         steps = MeasuredTimeline.load(timeline)
         print_report(strategy.plan, ranks, steps.compare(strategy.plan).measured_step_seconds)
         print(measured_step(steps, width=63).rstrip())
-        print(f"test accuracy {accuracy:.1%} after {epochs} epochs in {seconds:.0f} s")
         after, before = (max(rank.median_seconds for rank in each) for each in (ranks, others))
-        pause = meter.pause_seconds()
+        pause = format_seconds(meter.pause_seconds())
         print(
-            f"a step took {format_seconds(before)} on DeepSpeed's default cut ('parameters') and takes\n"
-            f"{format_seconds(after)} on MadPipe's: {before / after:.2f} times as fast, after a pause of "
-            f"{format_seconds(pause)}"
+            f"test accuracy {accuracy:.1%} after {epochs} epochs in {seconds:.0f} s, of which a pause of {pause}"
         )
+        speed = f"{before / after:.2f} times as fast as on DeepSpeed's default cut ('parameters')"
+        print(f"step: {format_seconds(after)}, {speed}")
 
 
 if __name__ == "__main__":
