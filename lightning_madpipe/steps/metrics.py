@@ -110,8 +110,7 @@ class ToldElsewhere:
 
     def have_told_here(self, metric: Metric) -> bool:
         """Whether whole steps have told a metric something, on this rank."""
-        told = self._told_here.get(id(metric))
-        return told is not None and told() is metric
+        return _has(self._told_here, metric)
 
     def hook_sets_count(self, metric: Metric, count: Any) -> None:
         """Note what a hook tells, and forget what is reset."""
@@ -122,8 +121,7 @@ class ToldElsewhere:
 
     def hooks_have_told(self, metric: Metric) -> bool:
         """Whether hooks of this rank have told a metric something, besides steps."""
-        told = self._told_by_hooks.get(id(metric))
-        return told is not None and told() is metric
+        return _has(self._told_by_hooks, metric)
 
     @staticmethod
     def _alive(metrics: dict[int, ref[Metric]]) -> set[int]:
@@ -139,8 +137,7 @@ class ToldElsewhere:
 
     def may_have_told(self, metric: Metric) -> bool:
         """Whether steps may have told a metric something: not where a hook has made it behind them."""
-        made = self._made_since.get(id(metric))
-        return self._is_known and (made is None or made() is not metric)
+        return self._is_known and not _has(self._made_since, metric)
 
     def begin(self) -> None:
         """Begin a batch, whose steps may tell what hooks have made."""
@@ -241,6 +238,12 @@ class GathersBetweenPipelines:
 
     def __reduce__(self) -> Any:
         return type(None), ()
+
+
+def _has(noted: dict[int, ref[Metric]], metric: Metric) -> bool:
+    """Whether a metric is noted, by its identity: its hash changes with what it is told."""
+    found = noted.get(id(metric))
+    return found is not None and found() is metric
 
 
 class _Told(NamedTuple):
