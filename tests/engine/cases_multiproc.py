@@ -31,7 +31,7 @@ from deepspeed_partition.planner.errors import InfeasibleError, PlanFormatError,
 from deepspeed_partition.planner.plan import Plan
 from deepspeed_partition.profiling import counted_memory
 from tests.engine import boundaries as transfers
-from tests.engine import captured_models_cases, faults, pipelines, third_party
+from tests.engine import captured_models_cases, faults, fused_adam_cases, pipelines, third_party
 from tests.engine.harness import run_cases
 from tests.engine.pipelines import Counted, halving, loss_fn, micro_batch, mlp, tied, train_alone, two_groups
 from tests.engine.running import (
@@ -907,8 +907,8 @@ ONLY_FOUR = [
 # Faults first: they are shown on DeepSpeed's own classes, as they are before install().
 CASES = {
     2: [
-        *faults.ONLY_TWO, *BOTH, *transfers.BOTH, *transfers.ONLY_TWO, *ONLY_TWO, installed_into_deepspeed,
-        *third_party.BOTH, *third_party.ONLY_TWO,
+        *faults.ONLY_TWO, *fused_adam_cases.ONLY_TWO, *BOTH, *transfers.BOTH, *transfers.ONLY_TWO, *ONLY_TWO,
+        installed_into_deepspeed, *third_party.BOTH, *third_party.ONLY_TWO,
     ],
     4: [
         *BOTH, *transfers.BOTH, *ONLY_FOUR, installed_into_deepspeed, *third_party.BOTH, *third_party.ONLY_FOUR,

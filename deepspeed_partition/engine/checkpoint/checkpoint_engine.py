@@ -32,9 +32,13 @@ from deepspeed_partition.engine.checkpoint.universal import refuse_other_groups,
 from deepspeed_partition.engine.checkpoint.unpickling import Reader
 from deepspeed_partition.engine.pipeline.parts import in_words, parts_here
 from deepspeed_partition.engine.pipeline.stages import StagesModule, allocation_in_words, allocation_of
+from deepspeed_partition.engine.repartition.counted_steps import (
+    count_in_every_parameter,
+    go_on_from_other_optimizer,
+)
 from deepspeed_partition.engine.repartition.movable_engine import MovingEngine
 from deepspeed_partition.engine.repartition.optimizer_copies import without_marks
-from deepspeed_partition.engine.repartition.optimizer_state import ParameterState, lay_states
+from deepspeed_partition.engine.repartition.optimizer_state import ParameterState, base_of, lay_states
 from deepspeed_partition.engine.runtime.all_come import wait_until_all_come
 from deepspeed_partition.engine.runtime.collectives import (
     from_rank_0,
@@ -126,6 +130,7 @@ class ResumingEngine(MovingEngine):
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         self._check_tag(tag)
         self._tell_of_client_state(options["client_state"])
+        count_in_every_parameter(self.basic_optimizer)
         path, in_place = Path(save_dir) / tag, self.checkpoint_engine.is_decoupled()
         if in_place:
             self._write_beside(path)
@@ -318,6 +323,7 @@ class ResumingEngine(MovingEngine):
                 lists.belong_to_groups(self.grid.get_pipe_parallel_group())
         elif not options["load_optimizer_states"] and options["load_lr_scheduler_states"]:
             lists.stay_as_made(is_other_cut=found.cut is not None and not found.is_at_cut_of(self.module))
+        go_on_from_other_optimizer(self.basic_optimizer)
         if layout is not None and not options["load_module_only"] and isinstance(self.module, StagesModule):
             self.module.count_forwards_from(layout["num_forwards"])
         return loaded
@@ -554,7 +560,10 @@ class ResumingEngine(MovingEngine):
         pipe_group = self.grid.get_pipe_parallel_group()
         self._groups.take_settings(self._every_group, saved.settings_of, pipe_group)
         lay_states(states, optimizer, self.module)
-        self.basic_optimizer.state.update(of_no_parameter)
+        base = base_of(optimizer)
+        base.state.update(of_no_parameter)
+        # As load_state_dict() ends: torch's Adam makes a tensor there of steps that another one counts as an int.
+        base.__setstate__({"state": base.state, "param_groups": base.param_groups})
         if saved.optimizer == saved_state.kind_of(optimizer):
             wrapper = saved.of_the_wrapper()
             if hasattr(optimizer, "_load_global_state"):

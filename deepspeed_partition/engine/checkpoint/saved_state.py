@@ -9,6 +9,7 @@ of it. The numbers themselves are in DeepSpeed's files only.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import nn
 
 from deepspeed_partition.engine.checkpoint.unpickling import Reader
 from deepspeed_partition.engine.pipeline.parts import loss_part_of
+from deepspeed_partition.engine.repartition.counted_steps import count_in_every_state
 from deepspeed_partition.engine.repartition.optimizer_state import (
     FLAT,
     MASTER,
@@ -353,7 +355,10 @@ def _content(saved: Mapping[str, Any], optimizer: str | None) -> Content:
             "loads only under the cut and the ranks that wrote it, or with load_optimizer_states=False"
         )
     groups = base["param_groups"]
-    entries = [dict(base["state"].get(index, {})) for group in groups for index in group["params"]]
+    of_groups = [[dict(base["state"].get(index, {})) for index in group["params"]] for group in groups]
+    for states in of_groups:
+        count_in_every_state(states, counts_in_one=False)  # plain DeepSpeed does not say which optimizer saved
+    entries = list(itertools.chain.from_iterable(of_groups))
     if masters_key is not None:
         for entry, master in zip(entries, _flattened(wrapper[masters_key]), strict=True):
             entry[MASTER] = master

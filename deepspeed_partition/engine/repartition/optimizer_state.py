@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deepspeed_partition.engine.pipeline.tied_copies import parameter_names
+from deepspeed_partition.engine.repartition.counted_steps import count_in_every_parameter
 from deepspeed_partition.engine.repartition.part_descriptions import sendable
 from deepspeed_partition.engine.repartition.tensor_forms import (
     TensorForm,
@@ -127,7 +128,8 @@ class TrainingState:
     """The optimizer's state on this rank, on its way from one cut to another.
 
     Made before a move, and used for it once: :meth:`take_out`, then :meth:`send`, :meth:`receive` and :meth:`drop`
-    part by part, then :meth:`lay_into`. Making it is collective over each pipeline and changes nothing.
+    part by part, then :meth:`lay_into`. Making it is collective over each pipeline and changes nothing that the
+    optimizer's next step depends on.
 
     Args:
         group_of: the place of each parameter's group, by its name.
@@ -142,7 +144,8 @@ class TrainingState:
         self._pipe_rank: int = grid.get_stage_id()
         self._given = group_of.keys()
         self._trained = trained_by(optimizer, module)
-        states = _base(optimizer).state
+        count_in_every_parameter(base_of(optimizer))
+        states = base_of(optimizer).state
         self._of_no_parameter = {key: value for key, value in states.items() if not torch.is_tensor(key)}
         self._entries = [dict(states.get(trained.tensor, {})) for trained in self._trained]
         self._states: dict[str, ParameterState] = {}
@@ -154,7 +157,7 @@ class TrainingState:
             message = message or _why_inseparable(trained, entries)
         gathered = gather_objects((mine, message), grid.get_pipe_parallel_group())
         of_ranks = gather_objects(marks_of(self._of_no_parameter), grid.get_pipe_parallel_group())
-        tell_what_differs(type(_base(optimizer)).__name__, of_ranks)
+        tell_what_differs(type(base_of(optimizer)).__name__, of_ranks)
         self._infos = [infos for infos, _ in gathered]
         messages = [message for _, message in gathered]
         if type(optimizer) in FLAT:
@@ -234,7 +237,7 @@ class TrainingState:
         Collective over the data-parallel replicas of a stage.
         """
         lay_states(self._states, optimizer, module)
-        _base(optimizer).state.update(self._of_no_parameter)
+        base_of(optimizer).state.update(self._of_no_parameter)
         vars(optimizer).update(self._loss_scale)
 
 
@@ -278,7 +281,7 @@ def lay_states(states: dict[str, ParameterState], optimizer: Any, module: Pipeli
     shares = gather_objects(
         {name: (state.share, new[name]) for name, state in states.items() if name in new}, replicas
     )
-    kept = _base(optimizer).state
+    kept = base_of(optimizer).state
     for one in trained:
         entries = _laid_out(one, states, shares, replicas) if one.is_flat else _handed_over(one, states)
         kept.pop(one.tensor, None)
@@ -420,7 +423,7 @@ def has_dimensions(value: Any) -> bool:
     return torch.is_tensor(value) and value.ndim > 0
 
 
-def _base(optimizer: Any) -> torch.optim.Optimizer:
+def base_of(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer that a wrapping one steps; not always the one that it was given (Adagrad under ZeRO)."""
     return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
 

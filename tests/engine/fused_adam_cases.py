@@ -1,0 +1,119 @@
+"""Cases: DeepSpeed's ``FusedAdam``, which counts the steps of a group in the state of its last parameter alone.
+
+Its compiled part, which a test cannot wait for, is written in Python here; the counting is DeepSpeed's own code.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from deepspeed.ops.adam import FusedAdam, fused_adam
+from torch import nn
+
+from tests.engine.faults import STOCK, stock_cut
+from tests.engine.pipelines import mlp, train_alone
+from tests.engine.running import ADAM, MadPipeEngine, adam, batches, same, start, train, train_on_four_cuts
+
+FUSED = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 1e-2, "torch_adam": False}}}
+OF_TORCH = {"optimizer": {"type": "AdamW", "params": {**ADAM["params"], "weight_decay": 1e-2}}}
+
+
+def _step(
+    _: int, overflow: Any, tensors: Any, lr: float, beta1: float, beta2: float, eps: float, step: int,
+    is_adamw: int, corrects_bias: int, decay: float,
+) -> None:  # fmt: skip
+    assert is_adamw and corrects_bias
+    for grad, weight, mean, square in zip(*tensors, strict=True):
+        weight.mul_(1 - lr * decay)
+        mean.lerp_(grad, 1 - beta1)
+        square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        divisor = (square / (1 - beta2**step)).sqrt_().add_(eps)
+        weight.addcdiv_(mean, divisor, value=-lr / (1 - beta1**step))
+
+
+@contextmanager
+def _built() -> Iterator[None]:
+    builder = SimpleNamespace(load=lambda: SimpleNamespace(multi_tensor_adam=_step))
+    with patch.object(fused_adam, "FusedAdamBuilder", lambda: builder):
+        yield
+
+
+def _steps(engine: MadPipeEngine) -> list[int]:
+    optimizer = engine.basic_optimizer
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    return [int(optimizer.state[weight]["step"]) for weight in weights]
+
+
+def fused_adam_goes_on_when_layers_move(_: Path) -> None:
+    """A layer that was not the last of its rank, and comes to be, goes on with the steps that it has made."""
+    data = batches()
+    expected = train_alone(mlp(), data, adam)
+    with _built():
+        same(train_on_four_cuts(start(mlp(), [0, 3, 8], FUSED)[0], data), expected)
+        grouped = {**FUSED, "zero_optimization": {"stage": 1}}
+        same(train_on_four_cuts(start(mlp(), [0, 3, 8], grouped)[0], data), expected)
+
+        def half(module: nn.Module) -> torch.optim.Optimizer:
+            weights = list(module.parameters())
+            return FusedAdam([{"params": weights[::2]}, {"params": weights[1::2]}], lr=1e-2, weight_decay=1e-2)
+
+        engine, _, _ = start(mlp(), [0, 3, 8], optimizer=half)
+        assert type(engine.basic_optimizer) is FusedAdam
+        same(train_on_four_cuts(engine, data), expected)
+
+
+def checkpoints_of_fused_adam_load_anywhere(folder: Path) -> None:
+    """They load on another cut, under ZeRO, and by torch's Adam, which counts for each parameter."""
+    data = batches()
+    expected = train_alone(mlp(), data, adam)
+    with _built():
+        engine, _, _ = start(mlp(), [0, 3, 8], FUSED)
+        losses = train(engine, data[:2])
+        assert sorted(set(_steps(engine))) == [0, 2], "FusedAdam counts for each parameter now"
+        engine.save_checkpoint(str(folder / "ours"))
+        same(losses + train(engine, data[2:]), expected)
+        engine, _, _ = start(mlp(), [0, 3, 8], OF_TORCH)
+        train(engine, data[:2])
+        engine.save_checkpoint(str(folder / "of torch"))
+        ways = itertools.product(
+            ("ours", "of torch"),
+            ([0, 3, 8], [0, 5, 8]),
+            (FUSED, OF_TORCH, {**FUSED, "zero_optimization": {"stage": 1}}),
+        )
+        for saved, place, config in ways:
+            engine, _, _ = start(mlp(), place, config)
+            engine.load_checkpoint(str(folder / saved))
+            same(losses + train(engine, data[2:]), expected)
+
+
+def plain_checkpoints_of_fused_adam(folder: Path) -> None:
+    """Plain DeepSpeed leaves the steps as they are, and they are told where they are loaded."""
+    data = batches()
+    expected = train_alone(mlp(), data, adam, clip=1e9)
+    unclipped = {"gradient_clipping": 0.0}
+    with _built():
+        plain, _, _ = start(
+            mlp(), "uniform", {**FUSED, **unclipped}, **{**STOCK, "module_class": stock_cut([0, 3, 8])}
+        )
+        losses = train(plain, data[:2])
+        plain.save_checkpoint(str(folder / "plain"))
+        same(losses + train(plain, data[2:]), expected)
+        for config in (FUSED, OF_TORCH):
+            engine, _, _ = start(mlp(), [0, 3, 8], {**config, **unclipped})
+            engine.load_checkpoint(str(folder / "plain"))
+            assert set(_steps(engine)) == {2}
+            found = losses + train(engine, data[2:3])
+            engine.recut([0, 6, 8])
+            same(found + train(engine, data[3:]), expected)
+
+
+ONLY_TWO = [
+    fused_adam_goes_on_when_layers_move, checkpoints_of_fused_adam_load_anywhere, plain_checkpoints_of_fused_adam,
+]  # fmt: skip
