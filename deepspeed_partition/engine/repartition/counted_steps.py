@@ -1,8 +1,8 @@
 """Steps that an optimizer counts in one parameter of each group, told to all of them.
 
-DeepSpeed's ``FusedAdam``, which it takes for ``{"type": "Adam"}`` on a GPU, and ``FusedLion`` correct the bias of all
-moments of a group by ``state["step"]`` of the last parameter, and count in that one alone: those of the others stay
-0. On another rank, or under another optimizer, any of the others may be the one that is asked.
+DeepSpeed's ``FusedAdam``, which it takes for ``{"type": "Adam"}`` on a GPU, and ``FusedLion`` correct the bias
+of all moments of a group by ``state["step"]`` of the last parameter, and count in that one alone: those of the
+others stay 0. On another rank, or under another optimizer, any of the others may be the one that is asked.
 """
 
 from __future__ import annotations
