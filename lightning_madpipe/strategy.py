@@ -812,6 +812,8 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             engine.release()
         self._engine = None
         self.optimizers = EndedOptimizers() if self._lost_optimizer else []
+        if self._lost_optimizer:
+            self._lightning_optimizers = EndedOptimizers()  # what self.optimizers() asks for
         gc.collect()
 
     def _format_batch_size_and_grad_accum_config(self) -> None:

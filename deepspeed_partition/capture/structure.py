@@ -130,8 +130,12 @@ def _dict_taken_apart(value: Any) -> tuple[list[Any], list[str], Callable[[list[
 
     def make(parts: list[Any]) -> Any:
         made = copy.copy(value)
-        for key, part in zip(keys, parts, strict=True):  # classes of the user's may refuse update()
-            made[key] = part
+        for key, part in zip(keys, parts, strict=True):
+            # Classes of the user's may refuse update(), keep attributes beside their entries, or take no entries.
+            try:
+                made[key] = part
+            except Exception:
+                dict.__setitem__(made, key, part)
         return made
 
     return [value[key] for key in keys], list(map(str, keys)), make

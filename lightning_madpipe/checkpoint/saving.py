@@ -190,6 +190,7 @@ class Checkpointing(DeepSpeedStrategy):
         try:
             if shown is None and self.pipeline.num_stages == 1:
                 return made()
+            self.pipeline.elsewhere.share_trained()  # by which a class may choose
             by_class = refused_together(made)
         except ValueError as error:
             raise self._lightning.refusal(str(error)) from None

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from deepspeed_partition.engine.pipeline.parts import held_modules, parts_of
+from deepspeed_partition.engine.runtime.collectives import gather_objects
 from lightning_madpipe.module import PIPELINE, TiedModule
 
 TABLES = ("_parameters", "_buffers")
@@ -395,6 +396,29 @@ class Elsewhere:
         for (part, table), names_there in hidden.items():
             vars(part)[table] = HiddenTensors(vars(part)[table], names_there)
         self._register_unnamed(held)
+
+    def share_trained(self) -> None:
+        """Let hidden weights be frozen or trained as on the ranks that run them. Collective over the pipeline.
+
+        A hook that freezes layers reaches on each rank what that has, and who counts the trained ones, or writes
+        them, counts those of all ranks.
+        """
+        own: dict[str, bool] = {}
+        hidden: dict[str, nn.Parameter] = {}
+        for part, path in self._names.items():
+            table = vars(part).get("_parameters", {})
+            whole = table.whole if isinstance(table, HiddenTensors) else table
+            for name, weight in whole.items():
+                full_name = ".".join(filter(None, (path, name)))
+                if isinstance(table, HiddenTensors) and name in table.hidden:
+                    hidden[full_name] = weight
+                elif weight is not None:
+                    own[full_name] = weight.requires_grad
+        group = self._pipeline.mpu().get_pipe_parallel_group()  # type: ignore[operator]
+        trained = {name: flag for of_rank in gather_objects(own, group) for name, flag in of_rank.items()}
+        for name, weight in hidden.items():
+            if name in trained:
+                weight.requires_grad_(trained[name])
 
     def show(self) -> None:
         """Show everything, also what other ranks train."""

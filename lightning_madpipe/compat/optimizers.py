@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from deepspeed_partition.code_names import is_installed
 from deepspeed_partition.engine.pipeline.own_optimizers import TrialError, why_not_in_parts
 from deepspeed_partition.engine.runtime.environment import announce, warn_once
 from deepspeed_partition.profiling.attributes import PLAIN
 from lightning_madpipe.compat.source_lines import line_of_method
 
+ENDED_WITH_FIT = (
+    "trainer.optimizers has none: that of fit ended when this evaluation began, for a pipeline has one engine at "
+    "a time. Keep what is to be read of it, such as a rate, in an attribute in on_train_end"
+)
+"""What is said to whoever asks for an optimizer after fit."""
+OWN_PACKAGES = ("lightning_madpipe", "deepspeed_partition")
 ONE_OF_EACH = "a pipeline works with one optimizer and at most one scheduler"
 MOST_NAMED = 3
 ONE_OF_SEVERAL = (
@@ -25,15 +33,26 @@ NEED_SHAPES = ("Adafactor", "Muon")
 
 
 class EndedOptimizers(list[Any]):
-    """No optimizers, where a fit of the same Trainer has had some: whoever takes one is told why there is none."""
+    """No optimizers, where a fit of the same Trainer has had some: whoever takes one is told why there is none.
+
+    It stands for ``trainer.optimizers`` and for ``self.optimizers()``, which is the one itself where there is one.
+    """
 
     def __getitem__(self, place: Any) -> Any:
         if isinstance(place, slice):
             return []
-        raise IndexError(
-            "trainer.optimizers has none: that of fit ended when this evaluation began, for the pipeline has one "
-            "engine at a time. Keep what is to be read of it, such as a rate, in an attribute in on_train_end"
-        )
+        raise IndexError(ENDED_WITH_FIT)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # which Python and libraries ask anything for
+            raise AttributeError(name)
+        raise AttributeError(f"no {name}: {ENDED_WITH_FIT}")
+
+    def __iter__(self) -> Iterator[Any]:
+        asking = sys._getframe(1).f_globals.get("__name__") or ""
+        if asking.partition(".")[0] not in OWN_PACKAGES and not is_installed(asking):
+            warn_once("optimizers ended", ENDED_WITH_FIT)
+        return super().__iter__()
 
 
 def configured_optimizer(

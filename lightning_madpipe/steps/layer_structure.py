@@ -41,6 +41,8 @@ class Structure:
         self._weights: list[nn.Parameter] = []
         self._shapes: list[torch.Size] = []
         self._trains: list[bool] = []
+        self.has_turned = False
+        """Whether weights of this rank are frozen or unfrozen since other ranks have heard of it."""
         self._remember_weights()
 
     def check(self) -> None:
@@ -70,6 +72,7 @@ class Structure:
             self._refuse_one_memory()
             self._refuse_untrained()
             self._remember_weights()
+            self.has_turned = True
 
     def _remember_weights(self) -> None:
         self._own = self._layers_of_rank()

@@ -352,10 +352,8 @@ class _Chain:
         def halves(tensor: Tensor, dim: int, rows: int) -> tuple[Tensor, Tensor]:
             first, second = (half.clone() for half in tensor.split(tensor.shape[dim] // 2, dim))
             if _is_mask(tensor):
-                # On a device a place of -1, which a sample without any may have, ends the process, and no look.
-                kept = 0 if tensor.device.type == "cpu" else 1
                 for half in (first, second):
-                    half.narrow(dim, 0, rows)[..., kept:] = 0
+                    _places_left_out(half.narrow(dim, 0, rows), dim).zero_()
                 last = second.narrow(dim, second.shape[dim] - rows, rows)
                 last[..., (last.shape[-1] + 1) // 2 :] = 0
             return first, second
@@ -365,6 +363,20 @@ class _Chain:
 
 def _many(samples: FewSamples) -> Tensors:
     return samples.inputs if samples.more is None else samples.more
+
+
+def _places_left_out(mask: Tensor, dim: int) -> Tensor:
+    """What of a sample's mask may be zero; on a device all but a place that it keeps.
+
+    There a place of -1, which is that of the last one where there is none, ends the process, and no look.
+
+    Args:
+        dim: The dimension that counts the samples.
+    """
+    if mask.device.type == "cpu" or mask.ndim == 1:
+        return mask
+    places = next((each for each in reversed(range(mask.ndim)) if each != dim and mask.shape[each] > 1), None)
+    return mask[:0] if places is None else mask.narrow(places, 1, mask.shape[places] - 1)
 
 
 def _is_mask(tensor: Tensor) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from deepspeed_partition.kept_weights import marks_of
+from lightning_madpipe.module import pipeline_of
 
 MOST_LOOKS = 4
 """How often the values of the weights are compared in an epoch or an evaluation: torch counts no change of
@@ -52,7 +53,7 @@ class LeftUntouched:
         is_close = self._looks_closely(step)
         weights = dict(self._module.named_parameters())
         before = marks_of(list(weights.values()), values=is_close)
-        trained = [weight.requires_grad for weight in weights.values()]
+        trained = {name: weight.requires_grad for name, weight in self._weights_of_training(weights, optimizers)}
         has_ended = False
         try:
             yield
@@ -67,17 +68,13 @@ class LeftUntouched:
             for number, name, value in changed:
                 if not isinstance(groups[number][name], Tensor):
                     groups[number][name] = value
-            turned = [
-                (name, weight)
-                for (name, weight), was in zip(weights.items(), trained, strict=True)
-                if weight.requires_grad != was
-            ]
-            for _, weight in turned:
-                weight.requires_grad_(not weight.requires_grad)
+            turned = [name for name, was in trained.items() if weights[name].requires_grad != was]
+            for name in turned:
+                weights[name].requires_grad_(trained[name])
             if has_ended and turned:
-                name, weight = turned[0]
+                name = turned[0]
                 raise self._error(
-                    f"{step} sets requires_grad of {name} to {not weight.requires_grad}, and in a pipeline a step "
+                    f"{step} sets requires_grad of {name} to {not trained[name]}, and in a pipeline a step "
                     "runs on some ranks, behind the layers of its micro-batch: freeze and unfreeze in a hook, "
                     "which runs on every rank, such as on_train_epoch_start or on_train_batch_start"
                 )
@@ -90,6 +87,14 @@ class LeftUntouched:
                 "pipeline a step runs on some ranks, once per micro-batch: change it in a hook, such as "
                 "on_train_batch_start, or by a schedule that configure_optimizers returns"
             )
+
+    def _weights_of_training(
+        self, weights: dict[str, nn.Parameter], optimizers: Any
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of layers, and those that are given to the optimizer; nobody trains the rest."""
+        given = {id(weight) for each in optimizers for group in each.param_groups for weight in group["params"]}
+        given.update(id(weight) for weight in pipeline_of(self._module).parameters())
+        yield from ((name, weight) for name, weight in weights.items() if id(weight) in given)
 
     def _looks_closely(self, step: str) -> bool:
         """Whether the values of weights are compared: in the first steps of an epoch, or of an evaluation."""

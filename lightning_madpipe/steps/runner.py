@@ -225,9 +225,11 @@ class BatchRunner:
         is_due = self._comparison.look_is_due(epoch_begins=self._epoch_begins) or bool(changed)
         self._epoch_begins = False
         self._look_at_orders()
-        asks = self._copies_have_changed() or is_due
+        asks = self._copies_have_changed() or is_due or self._structure.has_turned
         if engine.meet(sum(len(run.micro_batches) for run in window), asks=asks):
             engine.come_to_rest()
+            self._pipeline.elsewhere.share_trained()
+            self._structure.has_turned = False
             self._refuse_changed_copies()
             self._comparison.compare_again(window[0], changed)
         if self._group_settings is not None and (engine.may_move or engine.weight_versions != FLUSH):

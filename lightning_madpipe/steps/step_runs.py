@@ -209,6 +209,8 @@ class StepRuns:
                 if self._is_cut:
                     for context in self._on_a_stage(micro_batch.step, rehearsing, tells):
                         enter(context)
+                elif self._runs_several():
+                    enter(self._untouched.by(micro_batch.step))
                 if within is not None:
                     within.append(stack)
                 if begins is not None:
@@ -234,6 +236,12 @@ class StepRuns:
         finally:
             stack.end()
         raise AssertionError("no context here takes an exception")
+
+    def _runs_several(self) -> bool:
+        """Whether one stage runs a step several times for a batch, and again where it is tried."""
+        pipeline = pipeline_of(self._module)
+        engine = None if pipeline is None else pipeline.engine()
+        return engine is not None and engine.micro_batches > self._module.trainer.accumulate_grad_batches
 
     def _on_a_stage(self, step: str, rehearsing: bool, tells: bool) -> Iterator[AbstractContextManager[None]]:
         """What a step may not touch, or what is said of it, where other ranks have some of the layers."""

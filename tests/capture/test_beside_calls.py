@@ -1098,8 +1098,16 @@ class Refusing(OrderedDict[str, Any]):
         raise TypeError("You cannot use update() here")
 
 
-def test_dicts_that_refuse_update_are_made_entry_by_entry() -> None:
+class Unchanging(OrderedDict[str, Any]):
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self:
+            raise TypeError("read only")
+        super().__setitem__(name, value)
+
+
+@pytest.mark.parametrize("kind", [Refusing, Unchanging])
+def test_dicts_that_refuse_update_are_made_entry_by_entry(kind: Any) -> None:
     """It was said that the layers do not compute what the model does."""
-    leaves, structure = flatten(Refusing(score=1, other=2))
+    leaves, structure = flatten(kind(score=1, other=2))
     made = build(structure, [3, 4])
-    assert leaves == [1, 2] and isinstance(made, Refusing) and dict(made) == {"score": 3, "other": 4}
+    assert leaves == [1, 2] and isinstance(made, kind) and dict(made) == {"score": 3, "other": 4}

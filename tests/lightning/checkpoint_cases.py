@@ -394,6 +394,29 @@ class KeepsTrained(cases.Classifier):
             del state[max(state)]
 
 
+class TurnedInHooks(KeepsTrained):
+    """What a hook unfreezes, and what it freezes, on the rank that has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.requires_grad_(True)
+        self.head.requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.head.requires_grad_(True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.current_epoch == 1 and batch_idx == 0:
+            self.counted = sum(weight.numel() for weight in self.parameters() if weight.requires_grad)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_end(self) -> None:
+        self.embed.requires_grad_(False)
+        path = Path(self.trainer.default_root_dir) / "turned.ckpt"
+        self.trainer.save_checkpoint(path, weights_only=True)
+
+
 class FromParts(cases.Classifier):
     def state_dict(self) -> dict[str, Any]:
         return {f"head.{name}": value for name, value in self.head.state_dict().items()}
@@ -409,11 +432,15 @@ def overridden_state_dicts(host: cases.Host) -> dict[str, Any]:
     files = {"leaves out": state}
     trained(host, seeded(KeepsTrained)).save_checkpoint(path, weights_only=True)
     files["keeps trained"] = torch.load(path, weights_only=True)["state_dict"]
+    turned = seeded(TurnedInHooks)
+    trained(host, turned, max_epochs=2)
+    files["turned in hooks"] = torch.load(host.folder / "turned.ckpt", weights_only=True)["state_dict"]
     sums = {
         kind: {name: [str(value.dtype), float(value.abs().sum())] for name, value in state.items()}
         for kind, state in files.items()
     }
-    return {"files": sums, "tested": tested}
+    flags = {name: weight.requires_grad for name, weight in turned.named_parameters()}
+    return {"files": sums, "tested": tested, "trained": flags, "counted": turned.counted}
 
 
 def states_made_of_parts(host: cases.Host) -> dict[str, Any]:
@@ -604,7 +631,11 @@ def saved_after_an_evaluation(host: cases.Host) -> dict[str, Any]:
     for what in ("validate", "test"):
         getattr(trainer, what)(module, data, verbose=False)
         said[what] = _warned(trainer, lambda: trainer.save_checkpoint(folder / "after.ckpt"))
-        said[f"optimizers in {what}"] = [_first_optimizer(trainer), str(len(trainer.optimizers))]
+        said[f"optimizers in {what}"] = [
+            *_asked_for_an_optimizer(trainer, module),
+            str(len(trainer.optimizers)),
+            str(hasattr(trainer.optimizers, "param_groups")),
+        ]
     for name in ("before", "after"):
         path = folder / f"{name}.ckpt"
         go_on = functools.partial(trained, host, seeded(seed=9), max_epochs=2, ckpt_path=path)
@@ -619,11 +650,21 @@ def saved_after_an_evaluation(host: cases.Host) -> dict[str, Any]:
     return {**said, "by another": by_another, "weights": _equal(weights, module.state_dict())}
 
 
-def _first_optimizer(trainer: Any) -> str:
-    try:
-        return str(trainer.optimizers[0])
-    except IndexError as error:
-        return str(error)
+def _asked_for_an_optimizer(trainer: Any, module: Any) -> list[str]:
+    """What those are told who take an optimizer, who read one, and who go through all, the first time."""
+    told: list[str] = []
+    for ask in (
+        lambda: trainer.optimizers[0],
+        lambda: module.optimizers().param_groups[0]["lr"],
+        lambda: module.optimizers(use_pl_optimizer=False).state,
+    ):
+        try:
+            told.append(f"nothing, but {ask()}")
+        except (IndexError, AttributeError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+    with patch("lightning_madpipe.compat.optimizers.warn_once", lambda _, sentence: told.append(sentence)):
+        assert not list(trainer.optimizers)
+    return told
 
 
 def _warned(trainer: Any, work: Callable[[], Any]) -> list[str]:

@@ -1406,6 +1406,22 @@ class Mentored(Module):
         self.mentor = nn.Linear(cases.NUM_FEATURES, cases.NUM_CLASSES).requires_grad_(False)
 
 
+class Judged(LearnedWeightsOfFound):
+    """A judge that the step freezes, and that nobody trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.weights
+        self.judge = nn.Linear(cases.NUM_CLASSES, 1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*self.embed.parameters(), *self.head.parameters()], lr=0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.judge.requires_grad_(False)
+        return self.judge(self(batch[0])).square().mean()
+
+
 class Targeted(Module):
     """A target network, frozen, which gets the layers' weights at every second step."""
 
@@ -1681,6 +1697,9 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
     run("LearnedWeightsInOneStage", LearnedWeightsOfFound, strategy=one_stage)
     run("LearnedByTensor", LearnedByTensor)
     run("LearnedByTensorInOneStage", LearnedByTensor, strategy=one_stage)
+    run("Judged", Judged, strategy={"algorithm": None})
+    run("UnfreezesInOneStage", UnfreezesInStep, strategy={**one_stage, "num_micro_batches": 2})
+    run("UnfreezesInOneMicroBatch", UnfreezesInStep, strategy={**one_stage, "num_micro_batches": 1})
     run("ClampedInStep", ClampedInStep, strategy={"warmup_steps": 2})
     run("HeadClamped", HeadClamped, strategy={"warmup_steps": 2})
     run("LooksAhead", LooksAhead, strategy={"warmup_steps": 2, "algorithm": [0, 6, 8], "stage": 1})

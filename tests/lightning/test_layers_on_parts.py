@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_madpipe.compat.unsupported import notes_on_statistics
 from lightning_madpipe.module import PipelineCall
-from lightning_madpipe.steps.layers_on_parts import OnParts, few_samples, layers_on_parts
+from lightning_madpipe.steps.layers_on_parts import OnParts, _places_left_out, few_samples, layers_on_parts
 
 WIDTH, LENGTH = 6, 5
 
@@ -689,3 +689,19 @@ def test_of_very_many_layers_the_first_are_named() -> None:
         names = [f"norm{place}" for place in range(number)]
         [note] = notes_on_statistics(names, [4, 4])
         assert f"batch normalization ({', '.join(names[:20])}{rest}) has the statistics of a micro-batch" in note
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "on_a_cpu", "elsewhere"),
+    [
+        ((1,), 0, (1,), (1,)),
+        ((1, 5), 0, (1, 5), (1, 4)),
+        ((5, 1), 1, (5, 1), (4, 1)),
+        ((1, 1), 0, (1, 1), (0, 1)),
+        ((1, 3, 1), 0, (1, 3, 1), (1, 2, 1)),
+    ],
+)
+def test_a_sample_keeps_a_place_on_a_device(shape: Any, dim: int, on_a_cpu: Any, elsewhere: Any) -> None:
+    """There a place of -1 ends the process. A mask by samples alone, or with samples last, left none out."""
+    assert _places_left_out(torch.ones(shape), dim).shape == on_a_cpu
+    assert _places_left_out(torch.ones(shape, device="meta"), dim).shape == elsewhere

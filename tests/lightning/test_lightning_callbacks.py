@@ -263,8 +263,13 @@ def test_a_checkpoint_after_an_evaluation_says_that_the_optimizer_is_gone(two: R
     for what in ("validate", "test"):
         [line] = record[what]
         assert "has no states of the optimizer, which went when" in line and "Save before validate" in line
-        sentence, number = record[f"optimizers in {what}"]
-        assert "that of fit ended when this evaluation began" in sentence and number == "0"
+        *sentences, number, has_groups = record[f"optimizers in {what}"]
+        assert [sentence.partition(":")[0] for sentence in sentences[:3]] == [
+            "IndexError",
+            *["AttributeError"] * 2,
+        ]
+        assert all("that of fit ended when this evaluation began" in sentence for sentence in sentences)
+        assert len(sentences) == 4 and (number, has_groups) == ("0", "False")
     [line] = record["after"]
     assert "has no states of an optimizer, because it was saved after validate, test or predict" in line
     assert record["before"] == []

@@ -428,6 +428,9 @@ def test_parameters_of_an_optimizer_that_are_read_one_by_one_are_not_told(two: R
         ("RateInStep", "training_step changes 'lr' of parameter group 0 of the optimizer (it was 0.3)"),
         # Layers that share weights waited for ever, and others trained from the next micro-batch on.
         ("UnfreezesInStep", "training_step sets requires_grad of head.bias to True, and in a pipeline a step"),
+        ("UnfreezesInOneStage", "training_step sets requires_grad of head.bias to True, and in a pipeline a step"),
+        ("UnfreezesInOneMicroBatch", "not refused"),
+        ("Judged", "not refused"),
         ("RateBeforeForward", "training_step changes 'lr' of parameter group 0 of the optimizer (it was 0.3)"),
         ("ClampedInStep", "training_step uses embed.weight other than by its call of self.forward()"),
         ("HeadClamped", "training_step changes head.weight, and in a pipeline it has the"),
