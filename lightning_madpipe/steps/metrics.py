@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
@@ -27,6 +27,7 @@ from deepspeed_partition.planner.units import counted
 from lightning_madpipe.module import outside_pipeline
 from lightning_madpipe.steps.batches import tensors_of
 from lightning_madpipe.steps.serialization import packed, unpacked
+from lightning_madpipe.steps.step_side_effects import attributes_kept
 
 MOST_ITEMS = 1000
 """Items of a callback's container that are looked at."""
@@ -79,18 +80,52 @@ class ToldElsewhere:
         """What hooks have made since steps ran last, which these have told nothing."""
         self._told_here: dict[int, ref[Metric]] = {}
         """What steps have told on this rank, if it runs whole steps."""
-        self._told_by_hooks: dict[int, ref[Metric]] = {}
-        """What hooks of this rank have told since it was reset."""
+        self._told_by_hooks: dict[int, tuple[ref[Metric], int]] = {}
+        """What hooks of this rank have told since it was reset, and how often."""
+        self._called_by_hook: Metric | None = None
+        """What a hook calls now, which resets it, and sets its count several times."""
+        self._before: dict[int, Callable[[], None]] | None = None
+        """What puts back the metrics that a step tells something, while steps leave nothing."""
+        self.is_step_repeated = False
+        """Whether a metric is told in place of steps what these have told it."""
         self._is_known = False
         self._times_collected = 0
 
     def made(self, metric: Metric) -> None:
         """Note one that a step makes, perhaps for itself alone."""
         self._made_by_steps[id(metric)] = ref(metric)
+        if self._before is not None:
+            self._before[id(metric)] = lambda: None  # nothing was there before it
 
-    def note(self, metric: Metric) -> None:
-        """Note one that a step tells something."""
-        self._metrics[id(metric)] = ref(metric)
+    def step_sets(self, metric: Metric) -> None:
+        """Keep what a metric is before a step that leaves nothing changes it."""
+        if self._before is not None and id(metric) not in self._before:
+            self._before[id(metric)] = attributes_kept(metric, False)
+
+    def step_sets_count(self, metric: Metric, count: Any) -> None:
+        """Note what a step tells; what it resets has still been told by hooks of other ranks."""
+        if count:
+            self._metrics[id(metric)] = ref(metric)
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Put back what a step meanwhile tells: no state of it comes from the last stage."""
+        self._before = {}
+        try:
+            yield
+        finally:
+            for put_back in self._before.values():
+                put_back()
+            self._before = None
+
+    @contextmanager
+    def repeating_steps(self) -> Iterator[None]:
+        """Take what is told meanwhile for what steps have told."""
+        before, self.is_step_repeated = self.is_step_repeated, True
+        try:
+            yield
+        finally:
+            self.is_step_repeated = before
 
     def look(self) -> bool:
         """Whether there is one, when the steps of a batch have ended, on the rank that runs them."""
@@ -112,16 +147,32 @@ class ToldElsewhere:
         """Whether whole steps have told a metric something, on this rank."""
         return _has(self._told_here, metric)
 
-    def hook_sets_count(self, metric: Metric, count: Any) -> None:
-        """Note what a hook tells, and forget what is reset."""
-        if count:
-            self._told_by_hooks[id(metric)] = ref(metric)
-        else:
+    def hook_sets_count(self, metric: Metric, before: int, count: int) -> None:
+        """Note what a hook tells, and forget what is reset.
+
+        A collection sets counts that are the same, which tells nothing.
+        """
+        if metric is self._called_by_hook:
+            return
+        if count > before:
+            self._told_by_hooks[id(metric)] = ref(metric), self.times_told_by_hooks(metric) + 1
+        elif not count:
             self._told_by_hooks.pop(id(metric), None)
 
-    def hooks_have_told(self, metric: Metric) -> bool:
-        """Whether hooks of this rank have told a metric something, besides steps."""
-        return _has(self._told_by_hooks, metric)
+    @contextmanager
+    def hook_calls(self, metric: Metric) -> Iterator[None]:
+        """Note that a hook calls a metric, which tells it once, however often its count is set meanwhile."""
+        before, self._called_by_hook = self._called_by_hook, metric
+        try:
+            yield
+        finally:
+            self._called_by_hook = before
+        self._told_by_hooks[id(metric)] = ref(metric), self.times_told_by_hooks(metric) + 1
+
+    def times_told_by_hooks(self, metric: Metric) -> int:
+        """How often hooks of this rank have told a metric something, besides steps."""
+        found, number = self._told_by_hooks.get(id(metric), (None, 0))
+        return number if found is not None and found() is metric else 0
 
     @staticmethod
     def _alive(metrics: dict[int, ref[Metric]]) -> set[int]:
@@ -173,7 +224,7 @@ def metrics_of_callbacks(callbacks: Iterable[Any], module: nn.Module) -> list[Me
     return [part for value in modules for part in value.modules() if isinstance(part, Metric)]
 
 
-_SYNC_DIST, _SET = Metric._sync_dist, Metric.__setattr__
+_SYNC_DIST, _SET, _FORWARD = Metric._sync_dist, Metric.__setattr__, Metric.forward
 COUNTS = ("_update_count", "_num_vals_seen")
 """What torchmetrics counts in a metric, and in a ``Running`` one, when it is told something."""
 
@@ -246,23 +297,27 @@ def _has(noted: dict[int, ref[Metric]], metric: Metric) -> bool:
     return found is not None and found() is metric
 
 
+def _is_sent_to_nobody(metric: Metric) -> bool:
+    return all(vars(metric).get(name) is None for name in ("dist_sync_fn", "process_group"))
+
+
 class _Told(NamedTuple):
     """What a rank says of a metric."""
 
     number: int
     """How often it was told something here."""
     by_steps: bool
-    by_hooks: bool
+    by_hooks: int
+    """How often hooks have told it, of those."""
 
 
 def _tell_alike(everyone: Sequence[_Told]) -> bool:
     """Whether hooks have told a metric alike on all ranks of a pipeline; steps tell it on one of them."""
     by_steps = [each for each in everyone if each.by_steps]
-    numbers = {each.number for each in everyone if not each.by_steps}
     if not by_steps:
-        return len(numbers) == 1
-    # Where others count something, hooks of all ranks have told it, or one of them alone.
-    return len(by_steps) == 1 and (numbers <= {0} or (len(numbers) == 1 and by_steps[0].by_hooks))
+        return len({each.number for each in everyone}) == 1
+    # What it was told before the run is alike on all: each process runs the script.
+    return len(by_steps) == 1 and len({each.by_hooks for each in everyone}) == 1
 
 
 class BetweenPipelines:
@@ -306,23 +361,29 @@ class BetweenPipelines:
         Metric._sync_dist = sync  # type: ignore[method-assign,assignment]
 
         def set_noted(metric: Metric, name: str, value: Any) -> None:
-            is_sent_to_nobody = name in ("_computed", COUNTS[0]) and not any(
-                vars(metric).get(each) is not None for each in ("dist_sync_fn", "process_group")
-            )
-            steps = between._steps() if is_sent_to_nobody else None
+            steps = between._steps() if _is_sent_to_nobody(metric) else None
             if steps is not None and name == "_computed" and value is not None:
                 steps.told_elsewhere.keeps_value(metric)
-            if steps is not None and name == COUNTS[0]:
-                told = steps.told_elsewhere
+            if steps is not None and name in COUNTS:
+                told, is_step = steps.told_elsewhere, between._is_step()
                 if name not in vars(metric):
-                    (told.made_in_hook if steps.running is None else told.made)(metric)
-                elif value and steps.running is not None:
-                    told.note(metric)
+                    (told.made if is_step else told.made_in_hook)(metric)
+                elif is_step or told.is_step_repeated:
+                    told.step_sets_count(metric, value)
                 else:
-                    told.hook_sets_count(metric, value)
+                    told.hook_sets_count(metric, getattr(metric, name), value)
+            if steps is not None and COUNTS[0] in vars(metric):
+                steps.told_elsewhere.step_sets(metric)
             _SET(metric, name, value)
 
         Metric.__setattr__ = set_noted  # type: ignore[method-assign,assignment]
+
+        def forward(metric: Metric, *arguments: Any, **keywords: Any) -> Any:
+            steps = None if between._is_step() or not _is_sent_to_nobody(metric) else between._steps()
+            with nullcontext() if steps is None else steps.told_elsewhere.hook_calls(metric):
+                return _FORWARD(metric, *arguments, **keywords)
+
+        Metric.forward = forward  # type: ignore[method-assign,assignment]
 
     def _is_step(self) -> bool:
         steps = self._steps()
@@ -349,18 +410,31 @@ class BetweenPipelines:
             return between  # hooks alone have told it, on all ranks of a pipeline or for one
         told = None if steps is None else steps.told_elsewhere
         mine = _Told(
-            getattr(metric, COUNTS[0], 0),
+            max(getattr(metric, name, 0) for name in COUNTS),
             told is not None and told.have_told_here(metric),
-            told is not None and told.hooks_have_told(metric),
+            0 if told is None else told.times_told_by_hooks(metric),
         )
         everyone = gather_objects(mine, self._stages)
         places = [place for place, each in enumerate(everyone) if each.by_steps]
         are_alike = self._gather(torch.tensor(int(_tell_alike(everyone)), device=metric.device))
         if not all(map(bool, are_alike)):
+            self._tell_of_unlike_hooks(metric, everyone)
             return function  # a hook of one rank has told it, or whole steps have run on several
         if places:
             self._take_state(metric, places[0])
         return between
+
+    @staticmethod
+    def _tell_of_unlike_hooks(metric: Metric, everyone: Sequence[_Told]) -> None:
+        """Say that what hooks of several ranks have told a metric counts several times."""
+        if sum(each.by_hooks > 0 for each in everyone) > 1:
+            name = type(metric).__name__
+            warn_once(
+                f"unlike hooks/{name}",
+                f"hooks of all ranks tell a {name} something, and those of one rank tell it more: it gathers from "
+                "all ranks, and has what all have told it once for each. Tell one metric in hooks of all ranks, "
+                "and another one on rank 0",
+            )
 
     def _take_state(self, metric: Metric, place: int) -> None:
         """Let all ranks of the pipeline have the state of one; torchmetrics puts their own back. Collective."""
@@ -400,6 +474,7 @@ class BetweenPipelines:
             num_alike: How many ranks have returned the same predictions; 1: there are none.
         """
         Metric.__setattr__, Metric._sync_dist = _SET, _SYNC_DIST  # type: ignore[method-assign]
+        Metric.forward = _FORWARD  # type: ignore[method-assign]
         if num_alike > 1:
             Metric._sync_dist = _told_of_predictions(num_alike)  # type: ignore[method-assign]
         for own in self._set.values():

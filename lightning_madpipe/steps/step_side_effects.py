@@ -158,9 +158,9 @@ class Leftovers:
         """The attributes of each object, by its name, as they were when this began: numbers, texts and other
         values that nothing can change but by setting the attribute anew."""
         self._known = set(map(id, self.objects.values()))
-        self._metrics: list[tuple[dict[str, Any], dict[str, Seen]]] = []
-        """The attributes of metrics that stand in containers, and what they were."""
-        self._undoable = undoable
+        self._metrics: list[Callable[[], None]] = []
+        """What puts back the attributes of metrics that stand in containers."""
+        self._undoable, self._may_be_undone = undoable, may_be_undone
         self._note_opaque(memo, lambda _: True)
         self._look_beside(beside, undoable, may_be_undone)
         self._opaque += [(value, held_by(value)) for value in ([] if beside is None else beside.modules())]
@@ -226,13 +226,11 @@ class Leftovers:
             own = set(map(id, self._module.modules()))
             found = [value for value in found if id(value) not in own]
         self._opaque += [(value, held_by(value)) for value in found]
-        if self._undoable:
+        if self._undoable or self._may_be_undone:
             parts = [
                 part for value in found if isinstance(value, Metric | MetricCollection) for part in value.modules()
             ]
-            self._metrics += [
-                (vars(part), {name: look(value, True, {}) for name, value in vars(part).items()}) for part in parts
-            ]
+            self._metrics += [attributes_kept(part, self._undoable) for part in parts]
 
     def changes(self, is_looked_at: Callable[[Place, Any], bool] | None = None) -> list[Change]:
         """What is different now.
@@ -291,10 +289,8 @@ class Leftovers:
                 del table[change.place.name]
         if self._restore_caches is not None:
             self._restore_caches()
-        for attributes, before in self._metrics:
-            for seen in before.values():
-                restore(seen, set())
-            _fill(attributes, {name: seen.value for name, seen in before.items()})
+        for restore_metric in self._metrics:
+            restore_metric()
 
     def _places(self) -> Iterator[tuple[Place, Any]]:
         for path, owner in outside_pipeline(self._module):
@@ -409,6 +405,22 @@ def look(value: Any, copies: bool, memo: dict[int, Seen], *, copied: bool | None
         seen.contents = dict(table)
         seen.inner = {name: look(child, copies, memo) for name, child in table.items() if type(child) not in PLAIN}
     return seen
+
+
+def attributes_kept(module: nn.Module, copies: bool) -> Callable[[], None]:
+    """Return what puts the attributes of a module back, and their tensors.
+
+    Args:
+        copies: Whether to copy tensors in lists and dicts, too.
+    """
+    before = {name: look(value, copies, {}, copied=True) for name, value in vars(module).items()}
+
+    def restore_all() -> None:
+        for seen in before.values():
+            restore(seen, set())
+        _fill(vars(module), {name: seen.value for name, seen in before.items()})
+
+    return restore_all
 
 
 def _mark(value: Any, is_array: bool) -> int | None:

@@ -12,7 +12,7 @@ import math
 import numbers
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,10 +80,18 @@ class ToldMetrics:
         module: The LightningModule.
         say: Warns of what cannot be told once.
         is_trial: Leave out the metrics that count calls: a trial looks at what these were told.
+        repeating: A context in which metrics are told again what steps have told them.
     """
 
-    def __init__(self, module: nn.Module, say: Callable[[str], object], *, is_trial: bool = False) -> None:
-        self._module, self._say, self._is_trial = module, say, is_trial
+    def __init__(
+        self,
+        module: nn.Module,
+        say: Callable[[str], object],
+        *,
+        is_trial: bool = False,
+        repeating: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self._module, self._say, self._is_trial, self._repeating = module, say, is_trial, repeating
         self.means: Collection[str] = ()
         """Metrics that trials have seen to be told means over samples, as they are named there."""
         self._told: dict[str, Told] = {}
@@ -94,7 +102,7 @@ class ToldMetrics:
 
     def for_trial(self) -> ToldMetrics:
         """What tells metrics in a trial, which says nothing."""
-        return ToldMetrics(self._module, lambda _: None, is_trial=True)
+        return ToldMetrics(self._module, lambda _: None, is_trial=True, repeating=self._repeating)
 
     @contextmanager
     def watching(self, micro_batch: MicroBatch) -> Iterator[None]:
@@ -111,9 +119,10 @@ class ToldMetrics:
         """Behind the last micro-batch, tell metrics what the batch has told them."""
         if micro_batch.is_last:
             metrics = self._metrics() if self._told else {}
-            for name, told in self._told.items():
-                if name in metrics:
-                    self._end_of(name, metrics[name], told)
+            with self._repeating():
+                for name, told in self._told.items():
+                    if name in metrics:
+                        self._end_of(name, metrics[name], told)
             self._told, self._parts = {}, []  # they hold a batch
 
     def _metrics(self) -> dict[str, Metric]:

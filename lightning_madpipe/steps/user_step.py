@@ -155,7 +155,8 @@ class UserSteps:
         self._error = error
         self._ignored = ignored
         self._logs = LogCalls(module, error)
-        self.told_metrics, self.told_elsewhere = ToldMetrics(module, self._say), ToldElsewhere()
+        self.told_elsewhere = ToldElsewhere()
+        self.told_metrics = ToldMetrics(module, self._say, repeating=self.told_elsewhere.repeating_steps)
         self._shapes_of_pieces: dict[Any, list[tuple[int, ...]]] = {}
         self._dims: dict[str, Dims] = {}
         self._of_whole: dict[str, tuple[int, list[Tensor]]] = {}
@@ -346,8 +347,9 @@ class UserSteps:
             with self.call.within(micro_batch.step, micro_batch.data):
                 return self.call.inputs_for_data()
         before = self.leftovers(undoable=is_last_stage)
+        told = nullcontext() if is_last_stage else self.told_elsewhere.undone()
         try:
-            with torch.no_grad(), nullcontext() if states is None else states.undone():
+            with torch.no_grad(), told, nullcontext() if states is None else states.undone():
                 returned = self._run_to_call(
                     micro_batch, take, None if states is None else lambda: states.begun(before)
                 )

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning import callbacks as shipped
 from pytorch_lightning.loggers import CSVLogger
+from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric, Metric, MetricCollection, PearsonCorrCoef, SumMetric
-from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+from torchmetrics import MeanMetric, Metric, MetricCollection, PearsonCorrCoef, RunningMean, SumMetric
+from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy, MulticlassConfusionMatrix
 
 from tests.lightning import lightning_cases as cases
 from tests.lightning.lightning_cases import Host, end, seeded, trained
@@ -322,6 +323,158 @@ class ToldByBoth(cases.Classifier):
             self.log(name, metric.compute())
 
 
+class ToldWithoutHooks(cases.Classifier):
+    """Steps alone tell metrics that are sent to no rank, before they call the layers and behind that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, Metric] = {"before": SumMetric(), "called": SumMetric(), "window": RunningMean(3)}
+        self.seen["loaded"] = SumMetric()
+        self.seen["loaded"].update(1000.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen["before"].update(len(batch[0]))
+        self.seen["loaded"].update(len(batch[0]))
+        loss = super().training_step(batch, batch_idx)
+        self.seen["called"](len(batch[0]))
+        self.seen["window"](loss)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        for name, metric in self.seen.items():
+            self.log(name, metric.compute())
+
+
+class ToldByCalls(cases.Classifier):
+    """Steps call metrics, or reset them, that hooks of all ranks tell something, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = {"called": SumMetric(), "full": Full(), "reset": SumMetric()}
+
+    def on_train_epoch_start(self) -> None:
+        self.is_reset = False
+        for metric in self.seen.values():
+            metric.update(5.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if not self.is_reset:
+            self.seen["reset"].reset()
+            self.is_reset = True
+        for name in ("called", "full"):
+            self.seen[name](batch[0].sum())
+        loss = super().training_step(batch, batch_idx)
+        self.seen["reset"].update(batch[0].sum())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.seen["called"](0.25)
+        for name, metric in self.seen.items():
+            self.log(name, metric.compute())
+
+
+class Full(SumMetric):
+    """Is told twice by each call."""
+
+    full_state_update = True
+
+
+class ToldByRank0(cases.Classifier):
+    """Steps tell metrics that are sent to no rank, and a hook of rank 0 alone tells them something, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, Any] = {
+            "loss": MeanMetric(), "before": SumMetric(), "scores": BinaryAccuracy(),
+            "many": MetricCollection({"sum": SumMetric(), "mean": SumMetric()}),
+        }  # fmt: skip
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        self.seen["before"].update(len(x))
+        loss = super().training_step(batch, batch_idx)
+        self.seen["loss"].update(loss)
+        self.seen["many"].update(len(x))
+        self.seen["scores"].update(torch.where(x[:, 0] > 1.2, 3.0, 0.25), y.clamp(max=1))
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        list(self.seen["many"].items())
+        if self.trainer.is_global_zero:
+            for name in ("loss", "before", "many"):
+                self.seen[name].update(7.0)
+            self.seen["scores"].update(torch.tensor([0.1] * 20), torch.tensor([1] * 20))
+        for name, metric in self.seen.items():
+            value = metric.compute()
+            self.log_dict(value) if isinstance(value, dict) else self.log(name, value)
+
+
+class ToldAgain(cases.Classifier):
+    """Has a loss with another term after some steps, by which the batch runs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = {"sum": SumMetric(), "parts": Parts()}
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        logits = self(x)
+        self.seen["sum"].update(len(x))
+        self.seen["parts"].update(x)
+        loss = F.cross_entropy(logits, y)
+        return loss if self.global_step < 2 else loss + logits.mean(0).square().sum()
+
+    def on_train_epoch_end(self) -> None:
+        for name, metric in self.seen.items():
+            self.log(name, metric.compute())
+
+
+class AskedInSecondFit(cases.Classifier):
+    """Is told by hooks and by steps in two fits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = [SumMetric(), SumMetric()]
+
+    def on_train_epoch_start(self) -> None:
+        self.seen[0](5.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        for metric in self.seen:
+            metric(len(batch[0]))
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        for number, metric in enumerate(self.seen):
+            self.log(f"seen_{number}", metric.compute())
+
+
+def metrics_of_batches_that_run_again(host: Host) -> dict[str, Any]:
+    """A batch that was given up counted in metrics that are sent to no rank, and again."""
+    return end(trained(host, seeded(ToldAgain), max_epochs=1))
+
+
+def metrics_told_in_two_fits(host: Host) -> dict[str, Any]:
+    """What had been told before the fit counted once for each stage."""
+    module = seeded(AskedInSecondFit)
+    return {"first": end(trained(host, module, max_epochs=1)), "second": end(trained(host, module, max_epochs=1))}
+
+
+def metrics_told_before_the_layers(host: Host) -> dict[str, Any]:
+    """What the first stage had run of a step counted beside what the last stage had."""
+    return end(trained(host, seeded(ToldWithoutHooks), max_epochs=2))
+
+
+def metrics_called_in_steps(host: Host) -> dict[str, Any]:
+    """The call of a metric forgot that hooks of all ranks had told it, and these counted once for each."""
+    return end(trained(host, seeded(ToldByCalls), max_epochs=2))
+
+
+def metrics_told_by_rank_0(host: Host) -> dict[str, Any]:
+    """What a batch told a metric once, in place of its micro-batches, was taken for a hook's of all ranks."""
+    return end(trained(host, seeded(ToldByRank0), max_epochs=2))
+
+
 def metrics_told_by_both(host: Host) -> dict[str, Any]:
     """What hooks had told counted once for each stage; states that are no sums were gathered with empty ones."""
     return end(trained(host, seeded(ToldByBoth), max_epochs=2, validation=cases.loader(32, seed=3)))
@@ -381,7 +534,9 @@ def metrics_of_predictions(host: Host) -> dict[str, Any]:
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     2: [
         metrics_made_in_hooks, metrics_asked_anywhere, metrics_of_one_rank, metrics_asked_in_steps,
-        metrics_told_by_both, loaders_asked_for_early, validation_at_intervals_of_time,
+        metrics_told_by_both, metrics_told_before_the_layers, metrics_called_in_steps, metrics_told_by_rank_0,
+        metrics_of_batches_that_run_again, metrics_told_in_two_fits,
+        loaders_asked_for_early, validation_at_intervals_of_time,
         throughput_of_evaluation, batches_that_are_absent,
     ],
     4: [],

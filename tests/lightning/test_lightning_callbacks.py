@@ -47,6 +47,8 @@ def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         "after_an_exception", "averages", "averages_resumed", "kept_weights", "kept_far_away",
         "kept_with_buffers", "kept_in_one_shape", "kept_where_orders_coincide", "metrics_made_in_hooks",
         "metrics_asked_anywhere", "metrics_of_one_rank", "metrics_asked_in_steps", "metrics_told_by_both",
+        "metrics_told_before_the_layers", "metrics_called_in_steps", "metrics_told_by_rank_0",
+        "metrics_of_batches_that_run_again", "metrics_told_in_two_fits",
         "loaders_asked_for_early",
         "validation_at_intervals_of_time", "throughput_of_evaluation", "batches_that_are_absent",
     ],
