@@ -59,7 +59,7 @@ from lightning_madpipe.compat.optimizers import (
     tell_of_zeros,
 )
 from lightning_madpipe.compat.signals import SignalsTogether
-from lightning_madpipe.compat.unsupported import clips_by_value
+from lightning_madpipe.compat.unsupported import clipping_changed, clips_by_value
 from lightning_madpipe.compat.watched_hooks import HookWatch
 from lightning_madpipe.compat.weights_in_flight import WeightsInFlight
 from lightning_madpipe.forked_ranks import ForkedRanks, launcher_class, refuse_initialized_process
@@ -931,12 +931,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             )
         now = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
         if now != self._asked_at_start and "norm" in (now[1] or "norm", self._asked_at_start[1] or "norm"):
-            raise self._lightning.refusal(
-                f"trainer.gradient_clip_val was {self._asked_at_start[0]} when fit began and is {now[0]} now, "
-                f"and the "
-                "pipeline's engine clips by the first: give the Trainer the value before fit, or call "
-                "torch.nn.utils.clip_grad_norm_ in on_before_optimizer_step"
-            )
+            raise self._lightning.refusal(clipping_changed(*self._asked_at_start, *now))
 
     def on_train_start(self) -> None:
         self._left_out_in, self._is_asked_to_step = None, False

@@ -45,9 +45,8 @@ CALLBACKS = {
         "fit with the backbone frozen (requires_grad_(False)), unfreeze it, and fit again",
     ),
     "GradientAccumulationScheduler": (
-        "changes accumulate_grad_batches while training runs, and the engine takes its number before its first "
-        "step",
-        "fit once for each value of accumulate_grad_batches",
+        "ends a run with a strategy of DeepSpeed's, as this one is for Lightning",
+        "set trainer.accumulate_grad_batches in on_train_epoch_start of a callback of your own, which works",
     ),
     "StochasticWeightAveraging": (
         "averages a copy of the whole model, of which each rank has one stage",
@@ -205,6 +204,23 @@ def clips_by_value(trainer: Any) -> bool:
     return trainer.gradient_clip_algorithm == "value"
 
 
+def clipping_changed(value: Any, algorithm: Any, value_now: Any, algorithm_now: Any) -> str:
+    """What is said where a hook changes how gradients are clipped, which the engine takes when fit begins."""
+    was, now = f"gradient_clip_val was {value}", f"{value_now}"
+    if (algorithm or "norm") != (algorithm_now or "norm"):
+        was, now = f"gradient_clip_algorithm was {algorithm or 'norm'!r}", repr(algorithm_now or "norm")
+    by_hand = "torch.nn.utils.clip_grad_norm_ in on_before_optimizer_step"
+    if algorithm_now == "value":
+        by_hand = (
+            "torch.nn.utils.clip_grad_value_ in on_before_optimizer_step, with precision='32-true', stage=0 and "
+            "no clipping of the Trainer's"
+        )
+    return (
+        f"trainer.{was} when fit began and is {now} now, and the pipeline's engine clips by the first: give the "
+        f"Trainer the value before fit, or call {by_hand}"
+    )
+
+
 def notes_on(trainer: Any, module: Any, defaults: Collection[Any]) -> Iterator[str]:
     """What runs otherwise than the user may expect, one sentence each.
 
@@ -243,7 +259,7 @@ def notes_on(trainer: Any, module: Any, defaults: Collection[Any]) -> Iterator[s
             "numbers of one process"
         )
     if trainer.accumulate_grad_batches > 1:
-        yield from _notes_on_windows(trainer, module)
+        yield from notes_on_windows(trainer, module)
     compiled = [f"self.{path}" if path else "self" for path, part in outside_pipeline(module) if is_compiled(part)]
     if compiled:
         yield (
@@ -266,7 +282,7 @@ def _once(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _notes_on_windows(trainer: Any, module: Any) -> Iterator[str]:
+def notes_on_windows(trainer: Any, module: Any) -> Iterator[str]:
     """What hooks of the user's see otherwise where all batches of an optimizer step run at its end."""
     number = trainer.accumulate_grad_batches
     at_the_end = f"with accumulate_grad_batches={number}, all batches of a window run at its end"

@@ -74,7 +74,6 @@ from lightning_madpipe.steps.losses import (
 from lightning_madpipe.steps.step_results import RULES, does_with
 from lightning_madpipe.steps.step_runs import draws_in_words
 from lightning_madpipe.steps.trials import try_batch
-from lightning_madpipe.steps.user_step import SKIPPING
 from lightning_madpipe.steps.what_steps_leave import said
 
 LOSSES = ("auto", "mean", "batch")
@@ -510,7 +509,7 @@ class LossOfBatches:
         elif finding.unknown is Unknown.NOT_FINITE:
             self._switch(flushes, f"for this batch {finding.why_unknown}")
         elif finding.unknown is Unknown.NO_LOSS and is_last:
-            raise self.refusal(SKIPPING.format(how=""))
+            raise self.refusal(finding.why_unknown or "training_step returns no loss")
         elif finding.unknown is Unknown.NOT_JOINED:
             raise self.refusal(f"training_step: {finding.why_unknown}: {WAY_OUT}")
         elif finding.unknown is Unknown.NO_TRIAL or (finding.unknown is Unknown.MEETS_AGAIN and is_last):

@@ -26,7 +26,11 @@ from deepspeed_partition.planner.weight_versions import FLUSH
 from deepspeed_partition.profiling.attributes import attributes_kept
 from lightning_madpipe.compat.logged_values import note_first_window, note_waiting_batches
 from lightning_madpipe.compat.namespace import Lightning
-from lightning_madpipe.compat.unsupported import needs_two_samples, note_on_validation_within_window
+from lightning_madpipe.compat.unsupported import (
+    needs_two_samples,
+    note_on_validation_within_window,
+    notes_on_windows,
+)
 from lightning_madpipe.finding.captured_call import OtherCallError
 from lightning_madpipe.steps.batch_runs import BatchRun, Piece, SamplesSelectedError
 from lightning_madpipe.steps.batches import (
@@ -122,6 +126,7 @@ class BatchRunner:
         self._num_written = 0
         self._originals, self._num_kept = Originals(), 0
         self._epoch_begins = False
+        self._is_told_of_windows = trainer.accumulate_grad_batches > 1
         self._loss_option = loss
         self._losses = LossOfBatches(
             option=loss,
@@ -156,6 +161,13 @@ class BatchRunner:
     def draws(self, draws: tuple[int, int]) -> None:
         base_seed, number = draws
         self._base_seed, self._batch_numbers = base_seed, itertools.count(number)
+
+    def _tell_of_windows(self) -> None:
+        """Say once what hooks see otherwise, where one lets a fit accumulate that did not when it began."""
+        if not self._is_told_of_windows:
+            self._is_told_of_windows = True
+            for note in notes_on_windows(self._trainer, self._module):
+                self._lightning.warn(note)
 
     def begin_training_epoch(self) -> None:
         """Forget the batches of a step that the epoch before did not come to, where a hook ended it with -1."""
@@ -205,6 +217,7 @@ class BatchRunner:
         self._window.append(self._run_of("training_step", batch, arguments))
         self._window[-1].given = drawn
         if trainer.accumulate_grad_batches > 1:
+            self._tell_of_windows()
             self._window[-1].note_progress(copy.deepcopy(trainer.fit_loop.epoch_loop.batch_progress))
         if comes_later:
             self._num_kept += 1

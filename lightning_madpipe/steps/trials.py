@@ -100,8 +100,8 @@ def _tried(steps: UserSteps, module: Any, run: BatchRun, is_tuple: bool, *, comp
     except OUT_OF_MEMORY as error:
         forget_failed_backward()
         return _unknown(Unknown.NO_TRIAL, f"there is no memory for all outputs of a batch at once ({error})")
-    except NoLossError:
-        return _unknown(Unknown.NO_LOSS, "it returns no loss")
+    except NoLossError as error:
+        return _unknown(Unknown.NO_LOSS, str(error))
     except Exception as error:
         forget_failed_backward()
         return _unknown(Unknown.MEETS_AGAIN, f"it raises {type(error).__name__}: {error}")

@@ -117,7 +117,34 @@ BEYOND_TORCH = (
 
 
 class NoLossError(Exception):
-    """A training step that is tried returns no loss that depends on the outputs."""
+    """A training step that is tried returns no loss that depends on the outputs; the message says what."""
+
+
+def why_no_loss(returned: Any, called: str) -> str | None:
+    """What is wrong with what a training step returns; None where it is a loss, or a dict with one.
+
+    Args:
+        called: What runs the layers, as the user calls it.
+    """
+    loss = returned.get("loss") if isinstance(returned, Mapping) else returned
+    if returned is None:
+        return SKIPPING.format(how="")
+    if not isinstance(loss, Tensor):
+        return (
+            f"training_step returns {type(returned).__name__}, not a loss: return a tensor of one element, or a "
+            "dict with one as 'loss'"
+        )
+    if loss.numel() != 1:
+        return (
+            f"training_step returns a loss of shape {tuple(loss.shape)}, and a loss is one number: return its "
+            "mean, loss.mean(), as for a loss with reduction='none'"
+        )
+    if not loss.requires_grad:
+        return (
+            f"the loss of training_step needs no gradient: it does not depend on what {called} returns, or "
+            "torch.no_grad(), detach() or item() takes its gradient away"
+        )
+    return None
 
 
 class UserSteps:
@@ -724,9 +751,7 @@ class UserSteps:
         given = writable(joined)
         loss = self._loss_or_error(given if is_tuple else given[0], run.whole)
         if trains and not loss.requires_grad:
-            raise self._error(
-                f"the loss of {step} needs no gradient: it does not depend on what {self.call.called} returns"
-            )
+            raise self._error(why_no_loss(loss, self.call.called) or f"{step} returns no loss")
         return loss
 
     def join(self, run: BatchRun, *, trains: bool) -> tuple[Tensor, ...]:
@@ -859,7 +884,7 @@ class UserSteps:
 
         Raises:
             Exception: whatever the step raises.
-            NoLossError: it returns none.
+            NoLossError: it returns none that can be trained.
         """
         # Copies, for a step may change them in place, and others are tried on the same outputs.
         copies = (tensor.detach().clone() for tensor in outputs)
@@ -894,9 +919,10 @@ class UserSteps:
             with nullcontext() if states is None else states.undone(), watch:
                 returned = self._run_again(micro_batch, answer, log, calls=calls)
             middle = _now(self._module.device)
-            loss = returned.get("loss") if isinstance(returned, Mapping) else returned
-            if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad or len(passed) != 1:
-                raise NoLossError
+            why_not = why_no_loss(returned, self.call.called)
+            if why_not is not None or len(passed) != 1:
+                raise NoLossError(why_not or self._without_call(micro_batch.step, None))
+            loss = returned["loss"] if isinstance(returned, Mapping) else returned
             graph = graph_of(loss, ends)
             kept = _detached(returned) if micro_batch.keeps_returned else None
             if not is_known:
@@ -1009,14 +1035,12 @@ class UserSteps:
             other = self._other_weight(loss, ends, outputs) if micro_batch.place == 0 else None
             if other is not None:
                 raise self._error(loss_depends_on_weights(micro_batch.step, self.call.called, other))
+            is_trained = micro_batch.step == "training_step" and torch.is_grad_enabled() and not self.rehearsing
+            if is_trained and not loss.requires_grad:
+                raise self._error(why_no_loss(returned, self.call.called) or "training_step returns no loss")
             return loss.reshape(()) * micro_batch.loss_scale
         if micro_batch.step == "training_step":
-            if returned is None:
-                raise self._error(SKIPPING.format(how=""))
-            raise self._error(
-                f"training_step returns {type(returned).__name__}, not a loss: return a tensor of one element, or "
-                "a dict with one as 'loss'"
-            )
+            raise self._error(why_no_loss(returned, self.call.called) or "training_step returns no loss")
         return torch.zeros((), device=self._module.device)
 
     def _other_weight(self, loss: Tensor, ends: Collection[Any], outputs: Any) -> str | None:

@@ -98,9 +98,11 @@ class Recorded(cases.Classifier):
         self.events.append(["test", batch_idx, dataloader_idx])
 
 
-def run_loop(host: Host, stop_at: int | None = None, several: bool = False, **arguments: Any) -> dict[str, Any]:
+def run_loop(
+    host: Host, *callbacks: Any, stop_at: int | None = None, several: bool = False, **arguments: Any
+) -> dict[str, Any]:
     module = seeded(lambda: Recorded(stop_at))
-    trainer = host.trainer(**arguments)
+    trainer = host.trainer(*callbacks, **arguments)
     validation = [cases.loader(21, seed=3), cases.loader(9, seed=4)] if several else cases.loader(37, seed=3)
     trainer.fit(module, cases.loader(70), validation)
     return {
@@ -109,6 +111,25 @@ def run_loop(host: Host, stop_at: int | None = None, several: bool = False, **ar
         "steps": trainer.global_step,
         "epoch": trainer.current_epoch,
     }
+
+
+class Schedule(pl.Callback):
+    """Lightning's own refuses strategies of DeepSpeed's."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.accumulate_grad_batches = (1, 2, 2, 3)[trainer.current_epoch]
+
+
+def scheduled_windows(host: Host) -> dict[str, Any]:
+    """Windows of later epochs are told of where they begin: a hook between two batches of them was in silence."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        record = run_loop(host, Schedule(), max_epochs=4)
+    told = [
+        each for each in warned if "with accumulate_grad_batches=2, all batches of a window" in str(each.message)
+    ]
+    assert bool(told) == (host.pipelined and int(os.environ["RANK"]) == 0)
+    return record
 
 
 def loops(host: Host) -> dict[str, Any]:
@@ -130,6 +151,7 @@ def loops(host: Host) -> dict[str, Any]:
         "stopped": lambda: run_loop(host, stop_at=1, max_epochs=4),
         "min steps": lambda: run_loop(host, stop_at=1, max_epochs=4, min_steps=8),
         "window": lambda: run_loop(host, max_epochs=1, accumulate_grad_batches=4, val_check_interval=5),
+        "scheduled windows": lambda: scheduled_windows(host),
     }
     return run_chosen(runs)
 
@@ -577,14 +599,29 @@ def ended_epochs(host: Host) -> dict[str, Any]:
     return {"tested": tested, "step": trainer.fit_loop.epoch_loop.global_step}
 
 
+class Unreduced(cases.Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self(batch[0]), batch[1], reduction="none")
+
+
+class Detached(cases.Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx).detach()}
+
+
 def step_errors(host: Host) -> dict[str, Any]:
     """Raised on the last stage only, when the others are in the middle of the batch."""
 
     def fit(module: Any) -> str:
         return refused(lambda: host.trainer(max_epochs=1).fit(module, cases.loader(54), cases.loader(37)))
 
+    def fit_by_mean(module: Any) -> str:
+        trainer = host.trainer(max_epochs=1, strategy={"loss": "mean"})
+        return refused(lambda: trainer.fit(module, cases.loader(54)))
+
     training, validation = Raises("training"), Raises("validation")
     return {
+        "no losses": [how(kind()) for kind in (Unreduced, Detached) for how in (fit, fit_by_mean)],
         "skips": fit(Skips()),
         "skips early": fit(SkipsEarly()),
         "skips whole": fit(SkipsWhole()),

@@ -350,7 +350,10 @@ def test_what_a_checkpoint_holds_runs_no_code(two: Records) -> None:
     "reason, sentence",
     [
         ("BackboneFinetuning", "is not available with a pipeline, because it freezes and unfreezes layers"),
-        ("GradientAccumulationScheduler", "because it changes accumulate_grad_batches while training runs"),
+        (
+            "GradientAccumulationScheduler",
+            "set trainer.accumulate_grad_batches in on_train_epoch_start of a callback",
+        ),
         ("StochasticWeightAveraging", "because it averages a copy of the whole model"),
         ("BatchSizeFinder", "is not supported with distributed strategies"),
         ("ModelPruning", "the callback ModelPruning is not available with a pipeline, because it puts masks"),

@@ -121,6 +121,7 @@ def test_who_reads_what_no_batch_has_logged_yet_is_told_why(two: Records) -> Non
     [
         "sanity", "several", "interval", "fraction", "every n", "limits", "no validation", "no training",
         "overfit", "fast", "fast 2", "steps", "min epochs", "stopped", "min steps", "window",
+        "scheduled windows",
     ],
 )  # fmt: skip
 def test_loops_are_those_of_one_process(two: Records, settings: str) -> None:
@@ -322,6 +323,10 @@ def test_an_error_in_a_step_is_raised_on_every_rank(two: Records) -> None:
     assert "training_step returns None without a call of self.forward(), and a pipeline cannot skip" in early
     assert skips.partition("in its step")[2] == early.partition("in its step")[2] and len(early) < 400
     assert "training_step returns None, and a pipeline cannot skip a batch in its step" in errors["skips whole"]
+    # All were told that they return None, and how to skip a batch.
+    shapes, flags = errors["no losses"][:2], errors["no losses"][2:]
+    assert all("training_step returns a loss of shape (" in each and "return its mean" in each for each in shapes)
+    assert all("the loss of training_step needs no gradient" in each for each in flags)
     validates = "validation_step returns for this batch without a call of self.forward(), which runs the layers: "
     assert validates in errors["validates some"]
     # One step was made before it; and none where validation comes first and raises.
