@@ -14,7 +14,8 @@ SEVERAL = (
 NUMBERS_OF_SEVERAL = (
     "{place} takes numbers out of several parameters or gradients ({names}, ...), and a rank of a pipeline has "
     "those of its own layers only: what is made of all of them differs; of each by itself it does not while its "
-    "layer stays. For the norm of all gradients use torch.nn.utils.clip_grad_norm_ in on_before_optimizer_step, "
+    "layer stays, but a logger or a file of rank 0's gets those of rank 0's layers alone. For the norm of all "
+    "gradients use torch.nn.utils.clip_grad_norm_ in on_before_optimizer_step, "
     "or Trainer(gradient_clip_val=...); else torch.distributed.all_reduce brings the ranks' parts together"
 )
 ELEMENTS_OF_SEVERAL = (

@@ -253,16 +253,16 @@ class Outcomes:
         if len(calls) == 1 or not any(to_loggers):
             return [call for each in calls for call in each]
         once = merged(to_loggers, [micro_batch.size for micro_batch in run.done])
-        name = next(str(call) for each in to_loggers for call in each)
+        names = list(dict.fromkeys(str(call) for each in to_loggers for call in each))
         does = (
             f"for each of the {len(calls)} micro-batches of a batch, with what that has"
             if once is None
             else "once per batch, with the mean of each number over micro-batches, weighted by samples"
         )
         warn_once(
-            f"calls/{step}/{name}/{once is None}",
-            f"{step} calls {name} itself, and runs once per micro-batch: rank 0 makes the call {does}. self.log "
-            "gives what the batch has; MadPipeStrategy(loss='batch') runs training_step once per batch",
+            f"calls/{step}/{names}/{once is None}",
+            f"{step} calls {some(names)} itself, and runs once per micro-batch: rank 0 makes each call {does}. "
+            "self.log gives what the batch has; MadPipeStrategy(loss='batch') runs training_step once per batch",
         )
         printed = [call for each in calls for call in each if call.logger is None]
         return [call for each in calls for call in each] if once is None else [*printed, *once]

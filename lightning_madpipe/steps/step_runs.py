@@ -6,7 +6,7 @@ import functools
 import random
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import Context
 from typing import Any
 
@@ -42,6 +42,10 @@ SEEDS = (
     "{step} seeds torch's common generators: in one process what comes after it goes by that seed, too, as the "
     "order of a loader that shuffles does, and in a pipeline the seed ends with the step. Give such a loader a "
     "generator of its own, DataLoader(..., generator=torch.Generator().manual_seed(0))"
+)
+PROFILED = (
+    "{step} profiles its section {name!r}: the profiler of the last stage's rank has it alone, once per micro-batch, "
+    "with the times of a micro-batch. num_micro_batches=1 counts batches"
 )
 MOST_LOOKS = 4
 """The runs of a step in which the values of its batch are compared before and after it."""
@@ -197,6 +201,7 @@ class StepRuns:
                 enter(replaced(self._module, "log", log))
                 enter(replaced(self._module, "print", show))
                 enter(self._prints.of_run(micro_batch, is_shown=is_shown))
+                enter(self._sections_counted(micro_batch, is_shown=is_shown))
                 enter(_recorded(self._module, record))
                 enter(_stop_noted(self._module, micro_batch))
                 if micro_batch.progress is not None:  # such as trainer.is_last_batch
@@ -236,6 +241,25 @@ class StepRuns:
         finally:
             stack.end()
         raise AssertionError("no context here takes an exception")
+
+    @contextmanager
+    def _sections_counted(self, micro_batch: MicroBatch, *, is_shown: bool) -> Iterator[None]:
+        """Let a step's own sections of the profiler count where it is trained, and say once what they count."""
+        profiler = getattr(getattr(self._module, "_trainer", None), "profiler", None)
+        if profiler is None or type(profiler).__name__ == "PassThroughProfiler":
+            yield
+            return
+        profile = profiler.profile
+
+        def counted(name: str) -> AbstractContextManager[Any]:
+            if not is_shown:
+                return nullcontext()
+            if not micro_batch.is_whole:
+                warn_once(f"profiled/{micro_batch.step}", PROFILED.format(step=micro_batch.step, name=name))
+            return profile(name)
+
+        with replaced(profiler, "profile", counted):
+            yield
 
     def _runs_several(self) -> bool:
         """Whether one stage runs a step several times for a batch, and again where it is tried."""

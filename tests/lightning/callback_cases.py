@@ -30,6 +30,7 @@ from tests.lightning import checkpoint_cases
 from tests.lightning import lightning_cases as cases
 from tests.lightning.after_fit_cases import Said
 from tests.lightning.checkpoint_cases import Keeping
+from tests.lightning.hook_cases import lines
 from tests.lightning.lightning_cases import CUT, ENDS, end, refused, seeded, trained
 from tests.lightning.map_cases import plan_file
 
@@ -444,6 +445,25 @@ def profilers(host: cases.Host) -> dict[str, Any]:
             }
             records["calls"] = {action: len(seen[action]) for action in sorted(shared & PROFILED)}
     return records
+
+
+class Sections(cases.Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        with self.trainer.profiler.profile("of the step"):
+            return super().training_step(batch, batch_idx)
+
+
+def sections_of_steps(host: cases.Host) -> dict[str, Any]:
+    """A section that a step profiles itself counted trials, and nothing was said of its micro-batches."""
+    with lines() as said:
+        module, strategy = seeded(Sections), {"num_micro_batches": 2}
+        trainer = trained(host, module, profiler="simple", max_epochs=1, strategy=strategy)
+    times = trainer.profiler.recorded_durations["of the step"]
+    return {
+        "number": len(times),
+        "batches": trainer.global_step,
+        "said": [line for line in said if "profiles" in line],
+    }
 
 
 PROFILED = {
@@ -892,7 +912,7 @@ def saved_on_one_rank(host: cases.Host) -> dict[str, Any]:
 ONLY_PIPELINE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
     2: [
         summary_of_specs, loss_scales, changed_settings, *checkpoint_cases.ONLY_PIPELINE[2], not_available,
-        weights_past_a_plugin, notes, averages_that_stay, saved_on_one_rank,
+        weights_past_a_plugin, notes, averages_that_stay, saved_on_one_rank, sections_of_steps,
     ],
     4: [],
 }  # fmt: skip

@@ -258,6 +258,15 @@ def test_a_failed_save_leaves_what_was_there(two: Records) -> None:
     assert "storage_options are for a checkpoint of weights only" in record["options"]
 
 
+def test_sections_of_a_step_count_its_micro_batches(two: Records) -> None:
+    first, last = (rank["sections_of_steps"] for rank in two.ranks)
+    assert first["number"] == 0 and last["number"] == 2 * last["batches"] > 0
+    said = [line for rank in two.ranks for line in rank["sections_of_steps"]["said"]]
+    assert (
+        len(said) == 1 and "training_step profiles its section 'of the step': the profiler of the last" in said[0]
+    )
+
+
 def test_a_checkpoint_after_an_evaluation_says_that_the_optimizer_is_gone(two: Records) -> None:
     # With `fit(); test(); save_checkpoint()` a run went on with an optimizer of its own without a word, and after
     # the evaluation of another Trainer the checkpoint could not be loaded.
