@@ -44,7 +44,7 @@ SEEDS = (
     "generator of its own, DataLoader(..., generator=torch.Generator().manual_seed(0))"
 )
 PROFILED = (
-    "{step} profiles its section {name!r}: the profiler of the last stage's rank has it alone, once per micro-batch, "
+    "{step} profiles its section {name!r}: the profiler of the last stage alone has it, once per micro-batch, "
     "with the times of a micro-batch. num_micro_batches=1 counts batches"
 )
 MOST_LOOKS = 4
