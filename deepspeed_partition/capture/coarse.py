@@ -499,6 +499,14 @@ def coarse_layers(
     try:
         plain = PlainTensors(model, held_by(model, None, ()))
         coarse = _found(model, plain, tuple(args), kwargs, reason, within)
+        if _TENSOR not in coarse.argument_leaves:
+            given = (
+                " and ".join(dict.fromkeys(type(leaf).__name__ for leaf in coarse.argument_leaves)) or "nothing"
+            )
+            raise CaptureError(
+                f"{type(model).__name__} is given no tensor, but {given}: give it the tensors themselves, or in "
+                "tuples, lists, dicts or data classes, which a pipeline can send from stage to stage"
+            )
         coarse.notes += notes
         modules = dict(model.named_modules())
         outside, coarse.copied = _without(model, [element.name for element in coarse.elements])

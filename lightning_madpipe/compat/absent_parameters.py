@@ -55,6 +55,7 @@ class Absent(StandIn):
 
     may_be_changed = True
     _is_parameter: bool
+    _hidden: Tensor | None
 
     @property
     def _is_param(self) -> bool:  # type: ignore[override]
@@ -68,11 +69,18 @@ class Absent(StandIn):
 
     @staticmethod
     def like(
-        form: Tensor, device: torch.device, refusal: str = NEEDED_HERE, *, is_parameter: bool = False
-    ) -> Absent:
-        """What has this form, and is on ``device``; ``refusal`` is said to whoever needs its values."""
+        form: Tensor, device: torch.device, refusal: str = NEEDED_HERE, *, is_parameter: bool = False,
+        hidden: Tensor | None = None,
+    ) -> Absent:  # fmt: skip
+        """What has this form, and is on ``device``; ``refusal`` is said to whoever needs its values.
+
+        Args:
+            hidden: The tensor of this rank that nobody trains, which is frozen and unfrozen with it.
+        """
         absent = torch.Tensor._make_subclass(Absent, form.detach(), form.requires_grad)
-        vars(absent).update(_refusal=refusal, _form=form, _place=device, _is_parameter=is_parameter)
+        vars(absent).update(
+            _refusal=refusal, _form=form, _place=device, _is_parameter=is_parameter, _hidden=hidden
+        )
         return absent
 
     @classmethod
@@ -86,6 +94,12 @@ class Absent(StandIn):
         if name.startswith("_foreach_"):
             return _without_absent(function, arguments, keywords)
         if name in ("__get__ grad", "__get__ data"):
+            return arguments[0]
+        if name in ("requires_grad_", "__set__ requires_grad") and isinstance(arguments[0], Absent):
+            trains = bool(next(iter((*arguments[1:], *keywords.values())), True))
+            for tensor in (arguments[0]._form, arguments[0]._hidden):
+                if tensor is not None:
+                    tensor.requires_grad_(trains)
             return arguments[0]
         given = (*arguments, *keywords.values())  # torch.nn.init gives all by keyword
         refusal = next((each._refusal for each in _absent(given)), NEEDED_HERE)
@@ -138,7 +152,8 @@ def reached_in_hooks(module: nn.Module, place: str) -> Iterator[None]:
 
     def absent(tensor: Tensor, refusal: str) -> Absent:
         is_parameter = isinstance(tensor, nn.Parameter)
-        return Absent.like(StandIn.of(tensor, "")._form, tensor.device, refusal, is_parameter=is_parameter)
+        form = StandIn.of(tensor, "")._form
+        return Absent.like(form, tensor.device, refusal, is_parameter=is_parameter, hidden=tensor)
 
     listing = Listing(module, lambda tensor, _: absent(tensor, NEEDED_HERE))
 

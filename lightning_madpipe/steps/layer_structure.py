@@ -59,8 +59,12 @@ class Structure:
                     "two runs"
                 )
         if self._layers_of_rank() != self._own:  # layers have moved
+            self._forget_those_that_left()
+            if self._has_turned():
+                self._refuse_untrained()
             self._remember_weights()
             self._refuse_one_memory()
+            self.has_turned = True  # of those that came, a hook may have turned some on the way
         for weight, shape in zip(self._weights, self._shapes, strict=True):
             if weight.shape != shape:
                 raise self._refusal(
@@ -68,11 +72,21 @@ class Structure:
                     "this run began, for which the pipeline and the optimizer were made: give it that in "
                     "__init__(), setup() or configure_model()"
                 )
-        if [weight.requires_grad for weight in self._weights] != self._trains:
+        if self._has_turned():
             self._refuse_one_memory()
             self._refuse_untrained()
             self._remember_weights()
             self.has_turned = True
+
+    def _has_turned(self) -> bool:
+        return [weight.requires_grad for weight in self._weights] != self._trains
+
+    def _forget_those_that_left(self) -> None:
+        here = {id(weight) for weight in self._pipeline.parameters()}
+        kept = [place for place, weight in enumerate(self._weights) if id(weight) in here]
+        self._weights = [self._weights[place] for place in kept]
+        self._shapes = [self._shapes[place] for place in kept]
+        self._trains = [self._trains[place] for place in kept]
 
     def _remember_weights(self) -> None:
         self._own = self._layers_of_rank()

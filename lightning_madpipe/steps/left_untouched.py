@@ -53,10 +53,10 @@ class LeftUntouched:
         is_close = self._looks_closely(step)
         weights = dict(self._module.named_parameters())
         before = marks_of(list(weights.values()), values=is_close)
-        trained = {name: weight.requires_grad for name, weight in self._weights_of_training(weights, optimizers)}
         has_ended = False
         try:
-            yield
+            with self.frozen_for_the_batch(step):
+                yield
             has_ended = True
         except InputTaken:
             has_ended = True
@@ -68,16 +68,6 @@ class LeftUntouched:
             for number, name, value in changed:
                 if not isinstance(groups[number][name], Tensor):
                     groups[number][name] = value
-            turned = [name for name, was in trained.items() if weights[name].requires_grad != was]
-            for name in turned:
-                weights[name].requires_grad_(trained[name])
-            if has_ended and turned:
-                name = turned[0]
-                raise self._error(
-                    f"{step} sets requires_grad of {name} to {not trained[name]}, and in a pipeline a step "
-                    "runs on some ranks, behind the layers of its micro-batch: freeze and unfreeze in a hook, "
-                    "which runs on every rank, such as on_train_epoch_start or on_train_batch_start"
-                )
             if has_ended:
                 self._refuse_weights(step, weights, before, is_close)
         if changed:
@@ -88,13 +78,42 @@ class LeftUntouched:
                 "on_train_batch_start, or by a schedule that configure_optimizers returns"
             )
 
-    def _weights_of_training(
-        self, weights: dict[str, nn.Parameter], optimizers: Any
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of layers, and those that are given to the optimizer; nobody trains the rest."""
+    @contextmanager
+    def frozen_for_the_batch(self, step: str, *, is_cut: bool = True) -> Iterator[None]:
+        """Look at which weights are trained around a step.
+
+        Args:
+            is_cut: Whether other ranks have some of the layers; else one stage trains the batch in parts.
+
+        Raises:
+            Exception: the host's: it freezes or unfreezes one.
+        """
+        optimizers = self._module.trainer.optimizers
+        # Those of layers, and those that are given to the optimizer; nobody trains the rest.
         given = {id(weight) for each in optimizers for group in each.param_groups for weight in group["params"]}
         given.update(id(weight) for weight in pipeline_of(self._module).parameters())
-        yield from ((name, weight) for name, weight in weights.items() if id(weight) in given)
+        weights = {name: weight for name, weight in self._module.named_parameters() if id(weight) in given}
+        trained = {name: weight.requires_grad for name, weight in weights.items()}
+        has_ended = False
+        try:
+            yield
+            has_ended = True
+        except InputTaken:
+            has_ended = True
+            raise
+        finally:
+            # Also where the step ends at its call of the layers, and where a trial comes before the step itself.
+            turned = [name for name, was in trained.items() if weights[name].requires_grad != was]
+            for name in turned:
+                weights[name].requires_grad_(trained[name])
+            if has_ended and turned:
+                name = turned[0]
+                raise self._error(
+                    f"{step} sets requires_grad of {name} to {not trained[name]}, and in a pipeline a step runs "
+                    + ("on some ranks, behind the layers of its micro-batch" if is_cut else "once per micro-batch")
+                    + ": freeze and unfreeze in a hook, which runs on every rank, such as on_train_epoch_start or "
+                    + ("on_train_batch_start" if is_cut else "on_train_batch_start, or use num_micro_batches=1")
+                )
 
     def _looks_closely(self, step: str) -> bool:
         """Whether the values of weights are compared: in the first steps of an epoch, or of an evaluation."""

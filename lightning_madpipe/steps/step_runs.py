@@ -214,8 +214,8 @@ class StepRuns:
                 if self._is_cut:
                     for context in self._on_a_stage(micro_batch.step, rehearsing, tells):
                         enter(context)
-                elif self._runs_several():
-                    enter(self._untouched.by(micro_batch.step))
+                elif micro_batch.step == "training_step" and self._trains_parts():
+                    enter(self._untouched.frozen_for_the_batch(micro_batch.step, is_cut=False))
                 if within is not None:
                     within.append(stack)
                 if begins is not None:
@@ -261,8 +261,8 @@ class StepRuns:
         with replaced(profiler, "profile", counted):
             yield
 
-    def _runs_several(self) -> bool:
-        """Whether one stage runs a step several times for a batch, and again where it is tried."""
+    def _trains_parts(self) -> bool:
+        """Whether one stage trains a batch in several micro-batches."""
         pipeline = pipeline_of(self._module)
         engine = None if pipeline is None else pipeline.engine()
         return engine is not None and engine.micro_batches > self._module.trainer.accumulate_grad_batches

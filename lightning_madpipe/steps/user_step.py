@@ -390,6 +390,15 @@ class UserSteps:
             states.settle(micro_batch.step, alike=on_all_ranks)
         return taken
 
+    def _wrong_calls(self, step: str, returned: Any, number: int) -> str:
+        """What to write where a step calls the layers several times, or never."""
+        if not number:
+            return self._without_call(step, returned)
+        return (
+            f"{step} calls {self.call.called} a second time: a pipeline runs once per micro-batch; make one call, "
+            f"on inputs joined along dimension 0. For {ONE_AFTER_ANOTHER}"
+        )
+
     def _without_call(self, step: str, returned: Any) -> str:
         """What to write where a step has returned without its call of the layers."""
         if step == "training_step" and returned is None:
@@ -921,7 +930,7 @@ class UserSteps:
             middle = _now(self._module.device)
             why_not = why_no_loss(returned, self.call.called)
             if why_not is not None or len(passed) != 1:
-                raise NoLossError(why_not or self._without_call(micro_batch.step, None))
+                raise NoLossError(why_not or self._wrong_calls(micro_batch.step, returned, len(passed)))
             loss = returned["loss"] if isinstance(returned, Mapping) else returned
             graph = graph_of(loss, ends)
             kept = _detached(returned) if micro_batch.keeps_returned else None
@@ -982,10 +991,7 @@ class UserSteps:
                 return self._checked(micro_batch.step, self.call.answers(outputs))
             num_calls += 1
             if num_calls > 1:
-                raise self._error(
-                    f"{micro_batch.step} calls {self.call.called} a second time: a pipeline runs once per "
-                    f"micro-batch; make one call, on inputs joined along dimension 0. For {ONE_AFTER_ANOTHER}"
-                )
+                raise self._error(self._wrong_calls(micro_batch.step, None, num_calls))
             self.draws.note_call()
             return self.call.answer(outputs, arguments, keywords)
 

@@ -345,3 +345,30 @@ def test_a_number_that_no_second_run_changes_is_not_kept():
     torch.testing.assert_close(passed, model(X))
     with pytest.raises(CaptureError, match=r"keeps self\.mean for its next run"):
         layers_of(HasTable("mean"))
+
+
+class Padded:
+    """What some libraries give their models: tensors in an object of their own."""
+
+    def __init__(self, payload):
+        self.payload = payload
+
+
+class TakesAnObject(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, batch):
+        x = batch.payload
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_model_that_is_given_no_tensor_is_told_so():
+    """It was an IndexError of this package's."""
+    with pytest.raises(
+        CaptureError, match="TakesAnObject is given no tensor, but Padded: give it the tensors them"
+    ):
+        coarse_layers(TakesAnObject(), (Padded(torch.randn(2, 8)),), {}, CaptureError("it decides by data"))

@@ -19,7 +19,7 @@ from torch import nn
 
 from tests.engine.faults import STOCK, stock_cut
 from tests.engine.pipelines import mlp, train_alone
-from tests.engine.running import ADAM, MadPipeEngine, adam, batches, same, start, train, train_on_four_cuts
+from tests.engine.running import ADAM, MadPipeEngine, adam, batches, raised, same, start, train, train_on_four_cuts
 
 FUSED = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 1e-2, "torch_adam": False}}}
 OF_TORCH = {"optimizer": {"type": "AdamW", "params": {**ADAM["params"], "weight_decay": 1e-2}}}
@@ -114,6 +114,54 @@ def plain_checkpoints_of_fused_adam(folder: Path) -> None:
             same(found + train(engine, data[3:]), expected)
 
 
+def steps_that_each_parameter_counts_stay(folder: Path) -> None:
+    """Those of Adagrad, which begin at 0 before the first step, and of moments that a script has set to zero."""
+
+    def adagrad(module: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(module.parameters(), lr=1e-2, lr_decay=0.5)
+
+    for how in (adagrad, adam):
+        engine, _, _ = start(mlp(), [0, 3, 8], optimizer=how)
+        train(engine, batches(2))
+        for name, weight in engine.module.named_parameters():
+            state = engine.basic_optimizer.state[weight]
+            if name.endswith("bias"):
+                for key, value in state.items():
+                    state[key] = torch.zeros_like(value)
+        before = _steps(engine)
+        assert set(before) == {0, 2}
+        engine.save_checkpoint(str(folder / how.__name__))
+        assert _steps(engine) == before
+        engine.recut([0, 4, 8])
+        by_bias = {name.endswith("bias"): set() for name in ("bias", "weight")}
+        for name, weight in engine.module.named_parameters():
+            by_bias[name.endswith("bias")].add(int(engine.basic_optimizer.state[weight]["step"]))
+        assert by_bias == {True: {0}, False: {2}}
+        for place in ([0, 3, 8], [0, 5, 8]):
+            loaded, _, _ = start(mlp(), place, optimizer=how)
+            loaded.load_checkpoint(str(folder / how.__name__))
+            assert set(_steps(loaded)) == {0, 2}
+
+
+def checkpoints_of_another_class_are_refused(folder: Path) -> None:
+    """On another cut SGD went on with the rate of Adam, and with its moments, in silence."""
+    data = batches(2)
+    engine, _, _ = start(mlp(), [0, 3, 8], optimizer=adam)
+    train(engine, data)
+    engine.save_checkpoint(str(folder))
+
+    def sgd(module: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+    with raised(RuntimeError, "has no 'momentum', which SGD needs", "load_optimizer_states=False"):
+        start(mlp(), [0, 5, 8], optimizer=sgd)[0].load_checkpoint(str(folder))
+    engine, _, _ = start(mlp(), [0, 3, 8], optimizer=sgd)
+    engine.load_checkpoint(str(folder))
+    with raised(KeyError, "momentum"):  # as in one process
+        train(engine, data)
+
+
 ONLY_TWO = [
+    steps_that_each_parameter_counts_stay, checkpoints_of_another_class_are_refused,
     fused_adam_goes_on_when_layers_move, checkpoints_of_fused_adam_load_anywhere, plain_checkpoints_of_fused_adam,
 ]  # fmt: skip

@@ -403,8 +403,14 @@ class TurnedInHooks(KeepsTrained):
         self.head.requires_grad_(False)
 
     def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 1:
-            self.head.requires_grad_(True)
+        for weight in (self.head.weight, self.embed.weight):
+            for trains in (False, True):
+                weight.requires_grad = trains
+                assert (
+                    weight.requires_grad is trains
+                    and weight.requires_grad_(not trains).requires_grad is not trains
+                )
+        self.head.requires_grad_(self.current_epoch == 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if self.current_epoch == 1 and batch_idx == 0:

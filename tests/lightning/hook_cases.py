@@ -1177,6 +1177,15 @@ class UnfreezesInStep(Module):
         return loss
 
 
+class RateOfStep(Module):
+    """Sets one rate for all micro-batches of a batch, which one stage may."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        for group in self.optimizers().param_groups:
+            group["lr"] = 0.1 / (1 + self.global_step)
+        return super().training_step(batch, batch_idx)
+
+
 class ClampedInStep(Module):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -1699,6 +1708,7 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
     run("LearnedByTensorInOneStage", LearnedByTensor, strategy=one_stage)
     run("Judged", Judged, strategy={"algorithm": None})
     run("UnfreezesInOneStage", UnfreezesInStep, strategy={**one_stage, "num_micro_batches": 2})
+    run("RateInOneStage", RateOfStep, strategy={**one_stage, "num_micro_batches": 2})
     run("UnfreezesInOneMicroBatch", UnfreezesInStep, strategy={**one_stage, "num_micro_batches": 1})
     run("ClampedInStep", ClampedInStep, strategy={"warmup_steps": 2})
     run("HeadClamped", HeadClamped, strategy={"warmup_steps": 2})

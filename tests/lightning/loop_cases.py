@@ -604,6 +604,11 @@ class Unreduced(cases.Classifier):
         return F.cross_entropy(self(batch[0]), batch[1], reduction="none")
 
 
+class CallsTwice(cases.Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + self(batch[0]).square().mean()
+
+
 class Detached(cases.Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return {"loss": super().training_step(batch, batch_idx).detach()}
@@ -621,7 +626,7 @@ def step_errors(host: Host) -> dict[str, Any]:
 
     training, validation = Raises("training"), Raises("validation")
     return {
-        "no losses": [how(kind()) for kind in (Unreduced, Detached) for how in (fit, fit_by_mean)],
+        "no losses": [how(kind()) for kind in (Unreduced, Detached, CallsTwice) for how in (fit, fit_by_mean)],
         "skips": fit(Skips()),
         "skips early": fit(SkipsEarly()),
         "skips whole": fit(SkipsWhole()),

@@ -429,6 +429,8 @@ def test_parameters_of_an_optimizer_that_are_read_one_by_one_are_not_told(two: R
         # Layers that share weights waited for ever, and others trained from the next micro-batch on.
         ("UnfreezesInStep", "training_step sets requires_grad of head.bias to True, and in a pipeline a step"),
         ("UnfreezesInOneStage", "training_step sets requires_grad of head.bias to True, and in a pipeline a step"),
+        ("UnfreezesInOneStage", "step runs once per micro-batch: freeze and unfreeze in a hook"),
+        ("RateInOneStage", "not refused"),
         ("UnfreezesInOneMicroBatch", "not refused"),
         ("Judged", "not refused"),
         ("RateBeforeForward", "training_step changes 'lr' of parameter group 0 of the optimizer (it was 0.3)"),

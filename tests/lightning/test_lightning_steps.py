@@ -324,7 +324,8 @@ def test_an_error_in_a_step_is_raised_on_every_rank(two: Records) -> None:
     assert skips.partition("in its step")[2] == early.partition("in its step")[2] and len(early) < 400
     assert "training_step returns None, and a pipeline cannot skip a batch in its step" in errors["skips whole"]
     # All were told that they return None, and how to skip a batch.
-    shapes, flags = errors["no losses"][:2], errors["no losses"][2:]
+    shapes, flags, calls = (errors["no losses"][place : place + 2] for place in (0, 2, 4))
+    assert all("training_step calls self.forward() a second time" in each for each in calls)
     assert all("training_step returns a loss of shape (" in each and "return its mean" in each for each in shapes)
     assert all("the loss of training_step needs no gradient" in each for each in flags)
     validates = "validation_step returns for this batch without a call of self.forward(), which runs the layers: "

@@ -35,6 +35,7 @@ from deepspeed_partition.engine.pipeline.stages import StagesModule, allocation_
 from deepspeed_partition.engine.repartition.counted_steps import (
     count_in_every_parameter,
     go_on_from_other_optimizer,
+    settings_that_lack,
 )
 from deepspeed_partition.engine.repartition.movable_engine import MovingEngine
 from deepspeed_partition.engine.repartition.optimizer_copies import without_marks
@@ -538,7 +539,16 @@ class ResumingEngine(MovingEngine):
         def read() -> tuple[dict[str, ParameterState], dict[Any, Any]]:
             kind = type(self.basic_optimizer).__name__
             of_no_parameter = saved.of_no_parameter(kind, self.grid.get_stage_id())
-            return saved.states_for(self.optimizer, self.module), of_no_parameter
+            states = saved.states_for(self.optimizer, self.module)
+            for name in states:
+                lacking = settings_that_lack(self.basic_optimizer, saved.settings_of(name) or {})
+                if lacking:
+                    raise RuntimeError(
+                        f"the checkpoint's optimizer has no {lacking[0]!r}, which {kind} needs: it is of another "
+                        "class. Go on with the one that was saved, or load the weights alone, with "
+                        "load_optimizer_states=False, in Lightning with load_from_checkpoint()"
+                    )
+            return states, of_no_parameter
 
         if self._groups is not None and self._every_group is not None:
             self._groups.gather_added(self._every_group, self.grid.get_pipe_parallel_group())
@@ -563,7 +573,8 @@ class ResumingEngine(MovingEngine):
         base = base_of(optimizer)
         base.state.update(of_no_parameter)
         # As load_state_dict() ends: torch's Adam makes a tensor there of steps that another one counts as an int.
-        base.__setstate__({"state": base.state, "param_groups": base.param_groups})
+        if isinstance(base, Optimizer):
+            base.__setstate__({"state": base.state, "param_groups": base.param_groups})
         if saved.optimizer == saved_state.kind_of(optimizer):
             wrapper = saved.of_the_wrapper()
             if hasattr(optimizer, "_load_global_state"):

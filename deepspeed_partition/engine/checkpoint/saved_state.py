@@ -21,7 +21,7 @@ from torch import nn
 
 from deepspeed_partition.engine.checkpoint.unpickling import Reader
 from deepspeed_partition.engine.pipeline.parts import loss_part_of
-from deepspeed_partition.engine.repartition.counted_steps import count_in_every_state
+from deepspeed_partition.engine.repartition.counted_steps import count_in_states_of_others
 from deepspeed_partition.engine.repartition.optimizer_state import (
     FLAT,
     MASTER,
@@ -357,7 +357,7 @@ def _content(saved: Mapping[str, Any], optimizer: str | None) -> Content:
     groups = base["param_groups"]
     of_groups = [[dict(base["state"].get(index, {})) for index in group["params"]] for group in groups]
     for states in of_groups:
-        count_in_every_state(states, counts_in_one=False)  # plain DeepSpeed does not say which optimizer saved
+        count_in_states_of_others(states)
     entries = list(itertools.chain.from_iterable(of_groups))
     if masters_key is not None:
         for entry, master in zip(entries, _flattened(wrapper[masters_key]), strict=True):
