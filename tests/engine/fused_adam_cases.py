@@ -69,6 +69,18 @@ def fused_adam_goes_on_when_layers_move(_: Path) -> None:
         same(train_on_four_cuts(engine, data), expected)
 
 
+def fused_adam_goes_on_in_bf16(_: Path) -> None:
+    """There it steps flat tensors of whole groups."""
+    data = batches(dtype=torch.bfloat16)
+    for zero in (0, 1):
+        config = {**FUSED, "bf16": {"enabled": True}, "zero_optimization": {"stage": zero}}
+        with _built():
+            fixed = train(start(mlp(), [0, 3, 8], config)[0], data)
+            engine, _, _ = start(mlp(), [0, 3, 8], config)
+            assert type(engine.basic_optimizer) is FusedAdam
+            assert train_on_four_cuts(engine, data) == fixed
+
+
 def checkpoints_of_fused_adam_load_anywhere(folder: Path) -> None:
     """They load on another cut, under ZeRO, and by torch's Adam, which counts for each parameter."""
     data = batches()
@@ -163,5 +175,6 @@ def checkpoints_of_another_class_are_refused(folder: Path) -> None:
 
 ONLY_TWO = [
     steps_that_each_parameter_counts_stay, checkpoints_of_another_class_are_refused,
-    fused_adam_goes_on_when_layers_move, checkpoints_of_fused_adam_load_anywhere, plain_checkpoints_of_fused_adam,
+    fused_adam_goes_on_when_layers_move, fused_adam_goes_on_in_bf16, checkpoints_of_fused_adam_load_anywhere,
+    plain_checkpoints_of_fused_adam,
 ]  # fmt: skip
