@@ -17,6 +17,7 @@ import torch
 from deepspeed.ops.adam import FusedAdam, fused_adam
 from torch import nn
 
+from deepspeed_partition.engine.pipeline.own_optimizers import TrialError, why_not_in_parts
 from tests.engine.faults import STOCK, stock_cut
 from tests.engine.pipelines import mlp, train_alone
 from tests.engine.running import ADAM, MadPipeEngine, adam, batches, raised, same, start, train, train_on_four_cuts
@@ -67,6 +68,24 @@ def fused_adam_goes_on_when_layers_move(_: Path) -> None:
         engine, _, _ = start(mlp(), [0, 3, 8], optimizer=half)
         assert type(engine.basic_optimizer) is FusedAdam
         same(train_on_four_cuts(engine, data), expected)
+
+
+def fused_adam_is_not_tried(_: Path) -> None:
+    """On a GPU its copy could not step tensors of a CPU, and a line warned of what it does not do."""
+
+    def on_a_gpu(*_: Any) -> None:
+        raise RuntimeError("expected input to be on cuda")
+
+    builder = SimpleNamespace(load=lambda: SimpleNamespace(multi_tensor_adam=on_a_gpu))
+    with patch.object(fused_adam, "FusedAdamBuilder", lambda: builder):
+        optimizer = FusedAdam([nn.Parameter(torch.ones(3))])
+        assert why_not_in_parts(optimizer, flattened=True) is None
+
+        class Other(FusedAdam):
+            """May do anything."""
+
+        with raised(TrialError):
+            why_not_in_parts(Other([nn.Parameter(torch.ones(3))]), flattened=True)
 
 
 def fused_adam_goes_on_in_bf16(_: Path) -> None:
@@ -175,6 +194,6 @@ def checkpoints_of_another_class_are_refused(folder: Path) -> None:
 
 ONLY_TWO = [
     steps_that_each_parameter_counts_stay, checkpoints_of_another_class_are_refused,
-    fused_adam_goes_on_when_layers_move, fused_adam_goes_on_in_bf16, checkpoints_of_fused_adam_load_anywhere,
-    plain_checkpoints_of_fused_adam,
+    fused_adam_is_not_tried, fused_adam_goes_on_when_layers_move, fused_adam_goes_on_in_bf16,
+    checkpoints_of_fused_adam_load_anywhere, plain_checkpoints_of_fused_adam,
 ]  # fmt: skip

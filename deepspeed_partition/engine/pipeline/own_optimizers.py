@@ -44,6 +44,9 @@ MOST_WEIGHTS = 64
 TOLERANCE = 1e-3
 """A difference between two trials, relative to how far they went, that counts as one."""
 
+BY_ELEMENTS = ("FusedAdam", "FusedLion", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "DeepSpeedCPUAdagrad")
+"""Optimizers of DeepSpeed's that update each element by itself. Those on a GPU step no small tensors of a CPU."""
+
 WAYS_OUT = "use an optimizer that updates each parameter by itself, such as those of torch.optim"
 
 RETURNED = "configure_optimizers returns {kind}, "
@@ -105,7 +108,8 @@ def why_not_in_parts(
     Raises:
         TrialError: nobody knows, for its copy raises.
     """
-    if type(optimizer).__module__.partition(".")[0] == "torch":
+    package, kind = type(optimizer).__module__.partition(".")[0], type(optimizer).__name__
+    if package == "torch" or (package == "deepspeed" and kind in BY_ELEMENTS):
         return None
     _tried_before.add(optimizer)
     try:
