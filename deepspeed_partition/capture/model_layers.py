@@ -26,10 +26,11 @@ from deepspeed_partition.capture.graph import Graph, Node
 from deepspeed_partition.capture.layout import Layout, layout_of
 from deepspeed_partition.capture.ordering import choose_order
 from deepspeed_partition.capture.outside_layers import OutsideLayers
-from deepspeed_partition.capture.partition import Flow, changed_attributes, flow_of, programs_of
+from deepspeed_partition.capture.partition import Flow, changed_attributes, flow_of, need_of, programs_of
 from deepspeed_partition.capture.program import Program
 from deepspeed_partition.capture.recorder import CaptureError
 from deepspeed_partition.capture.recording import Attribute, Recording
+from deepspeed_partition.capture.sizes import Dimension
 from deepspeed_partition.capture.weights_without_data import State
 
 MOST_NAMED = 3
@@ -421,6 +422,10 @@ def programs_like(recipe: Recipe, graph: Graph, input_names: list[str]) -> list[
         earliest = max((layer_of[each] for each in node.after if each in layer_of), default=0)
         for read in need_sources(flow, node):
             earliest = max(earliest, made_in.get(read, 0))
+        for size in need_of(flow, [node], (), ()).sizes:
+            made_by = size.value if isinstance(size, Dimension) else graph.numbers.get(size.value)
+            found = made_in if isinstance(size, Dimension) else layer_of
+            earliest = max(earliest, found.get(made_by, 0))
         layer = max(earliest, layer_of_call.get(keys[node.number], 0))
         names = _names_of(node)
         if any(layer not in layers_of_name.get(name, {layer}) for name in names):

@@ -153,6 +153,47 @@ class SentenceClassifier(Sgd):
         return outputs[0]
 
 
+class Choices(Sgd):
+    """Scores the choices of a question, which stand in the rows of the decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        self.model = T5ForConditionalGeneration(T5Config(
+            vocab_size=WORDS, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_decoder_layers=2, num_heads=2,
+            dropout_rate=0.0, decoder_start_token_id=0,
+        ))  # fmt: skip
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        question, choices, label = batch
+        size, number = choices.shape[:2]
+        rows, mask = choices.flatten(0, 1), (question != 0).float()
+        hidden = self.model.encoder(input_ids=question, attention_mask=mask)[0]
+        hidden, mask = (
+            each.unsqueeze(1).repeat(1, number, *[1] * (each.ndim - 1)).flatten(0, 1) for each in (hidden, mask)
+        )
+        before = torch.cat([torch.zeros_like(rows[:, :1]), rows[:, :-1]], dim=1)
+        logits = self.model(
+            attention_mask=mask, encoder_outputs=[hidden], decoder_input_ids=before,
+            decoder_attention_mask=(before == before).float(),
+        ).logits  # fmt: skip
+        losses = F.cross_entropy(logits.flatten(0, 1), rows.flatten(), reduction="none")
+        return F.cross_entropy(-losses.view(size, number, -1).sum(-1), label)
+
+
+def questions() -> DataLoader:
+    draws = torch.Generator().manual_seed(3)
+    data = [
+        tuple(torch.randint(low, WORDS if low else 3, shape, generator=draws) for low, shape in SHAPES_OF_CHOICES)
+        for _ in range(NUM_SAMPLES)
+    ]
+    return DataLoader(data, batch_size=8)
+
+
+SHAPES_OF_CHOICES = ((1, (9,)), (1, (3, 5)), (0, ()))
+
+
 class UNet(Sgd):
     """The first layers' outputs are read again by the last ones."""
 
@@ -631,6 +672,11 @@ def causal_language_model(host: cases.Host) -> dict[str, Any]:
 
 def sentence_classifier(host: cases.Host) -> dict[str, Any]:
     return trained(host, SentenceClassifier, sentences(labelled=True))
+
+
+def choices(host: cases.Host) -> dict[str, Any]:
+    """Code of the decoder that goes by a size of the encoder's output stood before it where sizes were others."""
+    return trained(host, Choices, questions())
 
 
 def u_net(host: cases.Host) -> dict[str, Any]:
@@ -1850,6 +1896,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         causal_language_model,
         tied_weight_and_own_buffer,
         sentence_classifier,
+        choices,
         u_net,
         featured,
         translator,
