@@ -161,7 +161,7 @@ class Choices(Sgd):
         from transformers import T5Config, T5ForConditionalGeneration
 
         self.model = T5ForConditionalGeneration(T5Config(
-            vocab_size=WORDS, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_decoder_layers=2, num_heads=2,
+            vocab_size=WORDS, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_decoder_layers=2, num_heads=2,
             dropout_rate=0.0, decoder_start_token_id=0,
         ))  # fmt: skip
 
@@ -676,7 +676,7 @@ def sentence_classifier(host: cases.Host) -> dict[str, Any]:
 
 def choices(host: cases.Host) -> dict[str, Any]:
     """Code of the decoder that goes by a size of the encoder's output stood before it where sizes were others."""
-    return trained(host, Choices, questions())
+    return trained(host, Choices, questions(), {"num_micro_batches": 8})
 
 
 def u_net(host: cases.Host) -> dict[str, Any]:
