@@ -70,6 +70,10 @@ LARGEST_FROM_SIZES = 2**20
 """Bytes of a tensor up to which the recording computes it, where it is made from sizes alone."""
 
 
+MADE_OF_NUMBERS = (torch.arange, torch.tensor, torch.zeros, torch.ones, torch.full)
+"""Functions that make a tensor of numbers alone, such as of sizes."""
+
+
 class CaptureError(ValueError):
     """A model whose calls cannot be written down; the message says where and what to do."""
 
@@ -397,7 +401,7 @@ class Tape:
         if not self._computes:
             return out
         given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
-        from_sizes = func is torch.arange or bool(given)
+        from_sizes = func in MADE_OF_NUMBERS or bool(given)
         from_sizes = from_sizes and all(id(leaf) in self._computed for leaf in given) and not self._effects.random
         overwritten = {storage_of(leaf) for leaf in given if id(leaf) in self._computed} & self._effects.mutated
         if not from_sizes:

@@ -888,3 +888,29 @@ def test_a_module_at_two_places_of_a_sequential_is_one_layer_for_both():
     layers = captured_layers(outer, torch.randn(3, 4))
     assert not any("ElementLayer" in type(layer).__name__ for layer in layers)
     assert_same(outer, layers, [one(torch.randn(5, 4))])
+
+
+class Pads(nn.Module):
+    """As the U-Net of fastMRI, which asks a tensor that it makes of how much is to be padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv1d(2, 2, 2, stride=2), nn.ConvTranspose1d(2, 2, 2, stride=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.up(self.down(x))
+        padding = [0, x.shape[-1] - found.shape[-1]]
+        if torch.sum(torch.tensor(padding)) != 0:
+            found = nn.functional.pad(found, padding)
+        return x + found
+
+
+@pytest.mark.parametrize("length", [8, 9])
+def test_a_tensor_of_numbers_is_asked_for_these_sizes(length: int) -> None:
+    """The model was said to decide by data."""
+    model, x = Pads(), torch.randn(3, 2, length)
+    layers = captured_layers(model, x)
+    assert len(layers) == 2
+    torch.testing.assert_close(run_in_order(layers, x[:2]), model(x[:2]))
+    with pytest.raises(Exception, match="size"):
+        run_in_order(layers, torch.randn(3, 2, 17 - length))
