@@ -35,7 +35,7 @@ WORLD_SIZE = (
     "{asked} is asked for at {line}: it counts all {size} processes{of}. The {stages} stages of a "
     "pipeline read the same data together, so that a rate or a number of batches that is multiplied by it, as "
     "with ddp, is another one than in one process: the data are read in trainer.world_size // {stages} parts, "
-    "here {pipelines}, and self.all_gather() gives as many, of one the tensor as it is, without a dimension in front"
+    "here {pipelines}, and self.all_gather() gives as many, of one the tensor itself, without a dimension in front"
 )
 
 
