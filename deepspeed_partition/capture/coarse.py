@@ -499,7 +499,7 @@ def coarse_layers(
     try:
         plain = PlainTensors(model, held_by(model, None, ()))
         coarse = _found(model, plain, tuple(args), kwargs, reason, within)
-        if _TENSOR not in coarse.argument_leaves:
+        if not any(leaf is _TENSOR for leaf in coarse.argument_leaves):
             given = (
                 " and ".join(dict.fromkeys(type(leaf).__name__ for leaf in coarse.argument_leaves)) or "nothing"
             )

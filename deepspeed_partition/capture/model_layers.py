@@ -422,8 +422,10 @@ def programs_like(recipe: Recipe, graph: Graph, input_names: list[str]) -> list[
         earliest = max((layer_of[each] for each in node.after if each in layer_of), default=0)
         for read in need_sources(flow, node):
             earliest = max(earliest, made_in.get(read, 0))
-        for size in need_of(flow, [node], (), ()).sizes:
-            made_by = size.value if isinstance(size, Dimension) else graph.numbers.get(size.value)
+        need = need_of(flow, [node], (), ())
+        earliest = max([earliest, *(made_in.get(value, 0) for value in need.values)])
+        for size in need.sizes:
+            made_by = size.value if isinstance(size, Dimension) else graph.numbers.get(size.value, -1)
             found = made_in if isinstance(size, Dimension) else layer_of
             earliest = max(earliest, found.get(made_by, 0))
         layer = max(earliest, layer_of_call.get(keys[node.number], 0))

@@ -70,8 +70,8 @@ LARGEST_FROM_SIZES = 2**20
 """Bytes of a tensor up to which the recording computes it, where it is made from sizes alone."""
 
 
-MADE_OF_NUMBERS = (torch.arange, torch.tensor, torch.zeros, torch.ones, torch.full)
-"""Functions that make a tensor of numbers alone, such as of sizes."""
+MADE_OF_NUMBERS = (torch.arange, torch.tensor)
+"""Functions that make a tensor of numbers alone, such as sizes; not those whose tensors code fills with data."""
 
 
 class CaptureError(ValueError):
@@ -174,7 +174,7 @@ class Tape:
         state: State,
         call: Callable[..., Any] | None,
         decisions: Sequence[bool] = (),
-        computes: bool = True,
+        computes: tuple[Any, ...] = MADE_OF_NUMBERS,
         held: Held | None = None,
     ) -> None:
         self.decisions, self._num_decisions = decisions, 0
@@ -401,7 +401,7 @@ class Tape:
         if not self._computes:
             return out
         given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
-        from_sizes = func in MADE_OF_NUMBERS or bool(given)
+        from_sizes = func in self._computes or bool(given)
         from_sizes = from_sizes and all(id(leaf) in self._computed for leaf in given) and not self._effects.random
         overwritten = {storage_of(leaf) for leaf in given if id(leaf) in self._computed} & self._effects.mutated
         if not from_sizes:
@@ -625,7 +625,7 @@ class Tape:
         try:
             out = self._without_data(scope, module, call(module, *args, **kwargs))
             self._note_draws()
-        except CaptureError:
+        except (CaptureError, Overwritten):
             raise
         except Exception as error:
             out = self._run_alone(scope, module, args, kwargs, error)
@@ -1094,15 +1094,18 @@ def record(
     Raises:
         Exception: whatever its code raises without data.
     """
-    try:
-        return _record(model, args, kwargs, state or State(), call, decisions, left, computes=True)
-    except Overwritten:
-        return _record(model, args, kwargs, state or State(), call, decisions, left, computes=False)
+    for number in range(len(MADE_OF_NUMBERS), 0, -1):
+        try:
+            computes = MADE_OF_NUMBERS[:number]
+            return _record(model, args, kwargs, state or State(), call, decisions, left, computes=computes)
+        except Overwritten:  # data are written to one of them
+            continue
+    return _record(model, args, kwargs, state or State(), call, decisions, left, computes=())
 
 
 def _record(
     model: nn.Module, args: Any, kwargs: Any, state: State, call: Callable[..., Any] | None,
-    decisions: Sequence[bool], left: Sequence[Left], *, computes: bool,
+    decisions: Sequence[bool], left: Sequence[Left], *, computes: tuple[Any, ...],
 ) -> Recording:  # fmt: skip
     device = state.device or device_of(model, args, kwargs)
     held = held_by(model, call, (args, kwargs))

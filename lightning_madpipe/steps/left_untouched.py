@@ -115,6 +115,33 @@ class LeftUntouched:
                     + ("on_train_batch_start" if is_cut else "on_train_batch_start, or use num_micro_batches=1")
                 )
 
+    @contextmanager
+    def changed_once(self, step: str, *, is_first: bool) -> Iterator[None]:
+        """Look at what one stage's step, which runs for each micro-batch, changes again behind the first one.
+
+        Raises:
+            Exception: the host's: it does, where one process changes it once for the batch.
+        """
+        with self.frozen_for_the_batch(step, is_cut=False):
+            if is_first:
+                yield
+                return
+            optimizers = self._module.trainer.optimizers
+            settings = list(_settings(optimizers))
+            weights = dict(self._module.named_parameters()) if self._looks_closely(step) else {}
+            before = [mark[-1] for mark in marks_of(list(weights.values()))]
+            yield
+        changed = [old for old, new in zip(settings, _settings(optimizers), strict=False) if old != new]
+        names = [f"{name!r} of parameter group {number} of the optimizer" for number, name, _ in changed]
+        after = (mark[-1] for mark in marks_of(list(weights.values())))
+        names += [name for name, was, now in zip(weights, before, after, strict=True) if was != now]
+        if names:
+            raise self._error(
+                f"{step} changes {names[0]} again in the second micro-batch of a batch, and in one process once: "
+                "change it in a hook, such as on_train_batch_start or on_train_batch_end, or set what all "
+                "micro-batches of a batch set alike; or use num_micro_batches=1"
+            )
+
     def _looks_closely(self, step: str) -> bool:
         """Whether the values of weights are compared: in the first steps of an epoch, or of an evaluation."""
         trainer = self._module.trainer

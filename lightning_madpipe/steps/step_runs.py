@@ -215,7 +215,8 @@ class StepRuns:
                     for context in self._on_a_stage(micro_batch.step, rehearsing, tells):
                         enter(context)
                 elif micro_batch.step == "training_step" and self._trains_parts():
-                    enter(self._untouched.frozen_for_the_batch(micro_batch.step, is_cut=False))
+                    is_first = rehearsing or micro_batch.place == 0
+                    enter(self._untouched.changed_once(micro_batch.step, is_first=is_first))
                 if within is not None:
                     within.append(stack)
                 if begins is not None:

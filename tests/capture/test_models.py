@@ -914,3 +914,35 @@ def test_a_tensor_of_numbers_is_asked_for_these_sizes(length: int) -> None:
     torch.testing.assert_close(run_in_order(layers, x[:2]), model(x[:2]))
     with pytest.raises(Exception, match="size"):
         run_in_order(layers, torch.randn(3, 2, 17 - length))
+
+
+class Keeps(nn.Module):
+    """Fills masks that it makes of numbers with what data say, beside one that it asks."""
+
+    def __init__(self, make) -> None:
+        super().__init__()
+        self.make, self.blocks = make, nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        keep = self.make(x)
+        keep.scatter_(1, x.norm(dim=-1).topk(2, 1).indices, True)
+        x = x * keep.unsqueeze(-1)
+        if (torch.arange(x.shape[1]).diff() != 1).any():
+            x = x + 1
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: torch.zeros(x.shape[:2], dtype=torch.bool),
+        lambda x: torch.tensor([[False] * x.shape[1]] * x.shape[0]),
+    ],
+)
+def test_masks_that_are_filled_by_data_keep_nothing_whole(make):
+    model, x = nn.Sequential(Keeps(make), nn.Linear(8, 2)), torch.randn(4, 5, 8)
+    layers = captured_layers(model, x)
+    assert len(layers) == 4
+    torch.testing.assert_close(run_in_order(layers, x), model(x))

@@ -174,6 +174,40 @@ def steps_that_each_parameter_counts_stay(folder: Path) -> None:
             assert set(_steps(loaded)) == {0, 2}
 
 
+class Signs(torch.optim.Optimizer):
+    """An optimizer of a program's own, without the settings that torch's have."""
+
+    def __init__(self, weights: Any, lr: float) -> None:
+        super().__init__(weights, {"lr": lr, "scale": None})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    state = self.state[weight]
+                    state["sum"] = state.get("sum", 0) + weight.grad
+                    weight.data.sub_(group["lr"] * state["sum"].sign())
+
+
+def checkpoints_of_an_optimizer_of_the_users_load_anywhere(folder: Path) -> None:
+    data = batches()
+    for make in (Signs, torch.optim.RMSprop, torch.optim.Adafactor):
+
+        def optimizer(parameters: Any, make: Any = make) -> torch.optim.Optimizer:
+            return make(parameters, lr=1e-3)
+
+        where = str(folder / make.__name__)
+        engine, _, _ = start(mlp(), [0, 3, 8], optimizer=lambda module: optimizer(module.parameters()))
+        train(engine, data[:2])
+        engine.save_checkpoint(where)
+        expected = train(engine, data[2:])
+        for _ in range(2):
+            engine, _, _ = start(mlp(), [0, 5, 8], optimizer=lambda module: optimizer(module.parameters()))
+            engine.load_checkpoint(where)
+            engine.load_checkpoint(where)
+            same(train(engine, data[2:]), expected)
+
+
 def checkpoints_of_another_class_are_refused(folder: Path) -> None:
     """On another cut SGD went on with the rate of Adam, and with its moments, in silence."""
     data = batches(2)
@@ -194,6 +228,7 @@ def checkpoints_of_another_class_are_refused(folder: Path) -> None:
 
 ONLY_TWO = [
     steps_that_each_parameter_counts_stay, checkpoints_of_another_class_are_refused,
+    checkpoints_of_an_optimizer_of_the_users_load_anywhere,
     fused_adam_is_not_tried, fused_adam_goes_on_when_layers_move, fused_adam_goes_on_in_bf16,
     checkpoints_of_fused_adam_load_anywhere, plain_checkpoints_of_fused_adam,
 ]  # fmt: skip

@@ -1415,6 +1415,14 @@ class Mentored(Module):
         self.mentor = nn.Linear(cases.NUM_FEATURES, cases.NUM_CLASSES).requires_grad_(False)
 
 
+class AveragedInStep(Mentored):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        with torch.no_grad():
+            self.mentor.weight.lerp_(self.head.weight[:, : cases.NUM_FEATURES], 0.1)
+        return loss
+
+
 class Judged(LearnedWeightsOfFound):
     """A judge that the step freezes, and that nobody trains."""
 
@@ -1708,6 +1716,9 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
     run("LearnedByTensorInOneStage", LearnedByTensor, strategy=one_stage)
     run("Judged", Judged, strategy={"algorithm": None})
     run("UnfreezesInOneStage", UnfreezesInStep, strategy={**one_stage, "num_micro_batches": 2})
+    run("RateTwiceInOneStage", RateInStep, strategy={**one_stage, "num_micro_batches": 2})
+    run("ClampedInOneStage", HeadClamped, strategy={**one_stage, "num_micro_batches": 2})
+    run("AveragedInOneStage", AveragedInStep, strategy={**one_stage, "num_micro_batches": 2})
     run("RateInOneStage", RateOfStep, strategy={**one_stage, "num_micro_batches": 2})
     run("UnfreezesInOneMicroBatch", UnfreezesInStep, strategy={**one_stage, "num_micro_batches": 1})
     run("ClampedInStep", ClampedInStep, strategy={"warmup_steps": 2})

@@ -540,8 +540,9 @@ class ResumingEngine(MovingEngine):
             kind = type(self.basic_optimizer).__name__
             of_no_parameter = saved.of_no_parameter(kind, self.grid.get_stage_id())
             states = saved.states_for(self.optimizer, self.module)
-            for name in states:
-                lacking = settings_that_lack(self.basic_optimizer, saved.settings_of(name) or {})
+            every = {id(settings): settings for settings in map(saved.settings_of, states) if settings}
+            for settings in every.values():
+                lacking = settings_that_lack(self.basic_optimizer, settings)
                 if lacking:
                     raise RuntimeError(
                         f"the checkpoint's optimizer has no {lacking[0]!r}, which {kind} needs: it is of another "

@@ -7,17 +7,16 @@ others stay 0. On another rank, or under another optimizer, any of the others ma
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
-from deepspeed.ops.adam import FusedAdam
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lion import FusedLion
 
 STEP, MOMENT = "step", "exp_avg"
 """The entries of a parameter's state with the number of its steps, and with the mean of its gradients."""
-ADAM = (FusedAdam, torch.optim.Adam, torch.optim.AdamW)
+ADAM = (FusedAdam, DeepSpeedCPUAdam, torch.optim.Adam, torch.optim.AdamW)
 """Optimizers that go on from each other's states."""
 
 
@@ -58,6 +57,9 @@ def go_on_from_other_optimizer(optimizer: Any) -> None:
     for states in _states_of_groups(optimizer):
         count_in_states_of_others(states)
     count_in_every_parameter(optimizer)
+    for state in optimizer.state.values() if isinstance(optimizer, DeepSpeedCPUAdam) else ():
+        if torch.is_tensor(state.get(STEP)):
+            state[STEP] = int(state[STEP])
     for group in optimizer.param_groups:
         for name, setting in optimizer.defaults.items() if "betas" in group else ():
             group.setdefault(name, setting)
@@ -70,10 +72,15 @@ def settings_that_lack(optimizer: Any, settings: Mapping[str, Any]) -> list[str]
     """
     if not isinstance(optimizer, torch.optim.Optimizer) or (isinstance(optimizer, ADAM) and "betas" in settings):
         return []
-    trial = copy.copy(optimizer)
-    groups = [{**settings, "params": []}]
-    trial.__setstate__({"state": {}, "param_groups": groups})
-    return [name for name in optimizer.defaults if name not in groups[0]]
+    needed = [name for name in optimizer.defaults if any(name in group for group in optimizer.param_groups)]
+    if all(name in settings for name in needed):
+        return []
+    trial, groups = object.__new__(type(optimizer)), [{**settings, "params": []}]
+    try:
+        trial.__setstate__({"defaults": dict(optimizer.defaults), "state": {}, "param_groups": groups})
+    except Exception:  # of a class that needs more than that; what is lacking ends its step, as in one process
+        return []
+    return [name for name in needed if name not in groups[0]]
 
 
 def _states_of_groups(optimizer: torch.optim.Optimizer) -> Iterator[list[Any]]:
