@@ -1717,7 +1717,6 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
     run("Judged", Judged, strategy={"algorithm": None})
     run("UnfreezesInOneStage", UnfreezesInStep, strategy={**one_stage, "num_micro_batches": 2})
     run("RateTwiceInOneStage", RateInStep, strategy={**one_stage, "num_micro_batches": 2})
-    run("ClampedInOneStage", HeadClamped, strategy={**one_stage, "num_micro_batches": 2})
     run("AveragedInOneStage", AveragedInStep, strategy={**one_stage, "num_micro_batches": 2})
     run("RateInOneStage", RateOfStep, strategy={**one_stage, "num_micro_batches": 2})
     run("UnfreezesInOneMicroBatch", UnfreezesInStep, strategy={**one_stage, "num_micro_batches": 1})

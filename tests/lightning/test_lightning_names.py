@@ -431,7 +431,6 @@ def test_parameters_of_an_optimizer_that_are_read_one_by_one_are_not_told(two: R
         ("UnfreezesInOneStage", "training_step sets requires_grad of head.bias to True, and in a pipeline a step"),
         ("UnfreezesInOneStage", "step runs once per micro-batch: freeze and unfreeze in a hook"),
         ("RateInOneStage", "not refused"),
-        ("ClampedInOneStage", "not refused"),
         (
             "RateTwiceInOneStage",
             "training_step changes 'lr' of parameter group 0 of the optimizer again in the second",
