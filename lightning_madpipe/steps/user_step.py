@@ -1042,7 +1042,7 @@ class UserSteps:
             if other is not None:
                 raise self._error(loss_depends_on_weights(micro_batch.step, self.call.called, other))
             is_trained = micro_batch.step == "training_step" and torch.is_grad_enabled() and not self.rehearsing
-            if is_trained and not loss.requires_grad:
+            if is_trained and not loss.requires_grad and any(each.requires_grad for each in tensors_of(outputs)):
                 raise self._error(why_no_loss(returned, self.call.called) or "training_step returns no loss")
             return loss.reshape(()) * micro_batch.loss_scale
         if micro_batch.step == "training_step":

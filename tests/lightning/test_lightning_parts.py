@@ -410,7 +410,7 @@ class NoLoss(Step):
     [
         (Twice, "calls self.forward() a second time"),
         (Mean, "logs 'outputs', a Tensor"),
-        (NoLoss, "returns Tensor, not a loss"),
+        (NoLoss, "returns a loss of shape (4, 4), and a loss is one number"),
     ],
 )
 def test_steps_that_cannot_run_on_a_pipeline(module: type, sentence: str) -> None:
