@@ -91,7 +91,8 @@ class LeftUntouched:
         optimizers = self._module.trainer.optimizers
         # Those of layers, and those that are given to the optimizer; nobody trains the rest.
         given = {id(weight) for each in optimizers for group in each.param_groups for weight in group["params"]}
-        given.update(id(weight) for weight in pipeline_of(self._module).parameters())
+        pipeline = pipeline_of(self._module)
+        given.update(map(id, () if pipeline is None else pipeline.parameters()))
         weights = {name: weight for name, weight in self._module.named_parameters() if id(weight) in given}
         trained = {name: weight.requires_grad for name, weight in weights.items()}
         has_ended = False
