@@ -60,7 +60,7 @@ class Structure:
                 )
         if self._layers_of_rank() != self._own:  # layers have moved
             self._forget_those_that_left()
-            if self._has_turned():
+            if self._are_turned():
                 self._refuse_untrained()
             self._remember_weights()
             self._refuse_one_memory()
@@ -72,13 +72,13 @@ class Structure:
                     "this run began, for which the pipeline and the optimizer were made: give it that in "
                     "__init__(), setup() or configure_model()"
                 )
-        if self._has_turned():
+        if self._are_turned():
             self._refuse_one_memory()
             self._refuse_untrained()
             self._remember_weights()
             self.has_turned = True
 
-    def _has_turned(self) -> bool:
+    def _are_turned(self) -> bool:
         return [weight.requires_grad for weight in self._weights] != self._trains
 
     def _forget_those_that_left(self) -> None:
