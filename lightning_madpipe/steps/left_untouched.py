@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from deepspeed_partition.kept_weights import marks_of
 from lightning_madpipe.module import pipeline_of
 
-MOST_LOOKS = 4
-"""How often the values of the weights are compared in an epoch or an evaluation: torch counts no change of
-``weight.data``, and an average is the weights themselves at first."""
+FIRST_LOOKS, STRIDE = 4, 17
+"""The values of the weights are compared in the first steps of an epoch or an evaluation, and in each 17th one
+behind them, an odd number, as users do things each 10th or 100th step: torch counts no change of ``weight.data``,
+and an average is the weights themselves at first."""
 
 
 class InputTaken(BaseException):
@@ -39,7 +40,9 @@ class LeftUntouched:
     def __init__(self, module: Any, error: Callable[[str], Exception]) -> None:
         self._module, self._error = module, error
         self._looks: dict[str, tuple[Any, int]] = {}
-        """For each step, what runs, and how often its values were compared in that."""
+        """For each step, what runs, and which look at it in that is due."""
+        self._writes: set[str] = set()
+        """The steps that have written weights in a later micro-batch, whose values are compared from then on."""
 
     @contextmanager
     def by(self, step: str) -> Iterator[None]:
@@ -129,13 +132,19 @@ class LeftUntouched:
                 return
             optimizers = self._module.trainer.optimizers
             settings = list(_settings(optimizers))
-            weights = dict(self._module.named_parameters()) if self._looks_closely(step) else {}
-            before = [mark[-1] for mark in marks_of(list(weights.values()))]
+            weights = dict(self._module.named_parameters())
+            is_close = self._looks_closely(step) or step in self._writes
+            before = marks_of(list(weights.values()), values=is_close)
             yield
         changed = [old for old, new in zip(settings, _settings(optimizers), strict=False) if old != new]
         names = [f"{name!r} of parameter group {number} of the optimizer" for number, name, _ in changed]
-        after = (mark[-1] for mark in marks_of(list(weights.values())))
-        names += [name for name, was, now in zip(weights, before, after, strict=True) if was != now]
+        after = marks_of(list(weights.values()), values=is_close)
+        written = [name for name, was, now in zip(weights, before, after, strict=True) if was != now]
+        if is_close:
+            # Those whose values are others now: the same ones may be set again.
+            names += [name for name, was, now in zip(weights, before, after, strict=True) if was[-1] != now[-1]]
+        elif written:
+            self._writes.add(step)
         if names:
             raise self._error(
                 f"{step} changes {names[0]} again in the second micro-batch of a batch, and in one process once: "
@@ -144,12 +153,12 @@ class LeftUntouched:
             )
 
     def _looks_closely(self, step: str) -> bool:
-        """Whether the values of weights are compared: in the first steps of an epoch, or of an evaluation."""
+        """Whether the values of weights are compared in this step of an epoch, or of an evaluation."""
         trainer = self._module.trainer
         runs = trainer.current_epoch if step == "training_step" else (trainer.state.stage, trainer.global_step)
         before, number = self._looks.get(step, (None, 0))
         self._looks[step] = runs, number + 1 if runs == before else 1
-        return self._looks[step][1] <= MOST_LOOKS
+        return self._looks[step][1] <= FIRST_LOOKS or self._looks[step][1] % STRIDE == 0
 
     def _refuse_weights(
         self, step: str, weights: dict[str, nn.Parameter], before: list[Any], is_close: bool

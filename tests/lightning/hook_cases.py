@@ -1423,6 +1423,44 @@ class AveragedInStep(Mentored):
         return loss
 
 
+class AveragedLate(Mentored):
+    """Begins behind the first looks, in a way that torch does not count."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx >= 6:
+            self.mentor.weight.data.lerp_(self.head.weight.data[:, : cases.NUM_FEATURES], 0.1)
+        return loss
+
+
+class AveragedOnceLate(Mentored):
+    """Twice, behind the first looks, in a way that torch counts."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx in {6, 8}:
+            with torch.no_grad():
+                self.mentor.weight.lerp_(self.head.weight[:, : cases.NUM_FEATURES], 0.1)
+        return loss
+
+
+class ClampedAlike(Mentored):
+    """Written in each micro-batch, with the same values."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        with torch.no_grad():
+            self.mentor.weight.clamp_(-0.1, 0.1)
+        return super().training_step(batch, batch_idx)
+
+
+class HeadClampedLate(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx >= 6:
+            self.head.weight.data.clamp_(-0.1, 0.1)
+        return loss
+
+
 class Judged(LearnedWeightsOfFound):
     """A judge that the step freezes, and that nobody trains."""
 
@@ -1718,6 +1756,10 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
     run("UnfreezesInOneStage", UnfreezesInStep, strategy={**one_stage, "num_micro_batches": 2})
     run("RateTwiceInOneStage", RateInStep, strategy={**one_stage, "num_micro_batches": 2})
     run("AveragedInOneStage", AveragedInStep, strategy={**one_stage, "num_micro_batches": 2})
+    for build in (AveragedLate, AveragedOnceLate, ClampedAlike):
+        arguments = {"strategy": {**one_stage, "num_micro_batches": 2}, "data": cases.loader(320)}
+        run(build.__name__, build, **arguments)
+    run("HeadClampedLate", HeadClampedLate, data=cases.loader(320))
     run("RateInOneStage", RateOfStep, strategy={**one_stage, "num_micro_batches": 2})
     run("UnfreezesInOneMicroBatch", UnfreezesInStep, strategy={**one_stage, "num_micro_batches": 1})
     run("ClampedInStep", ClampedInStep, strategy={"warmup_steps": 2})

@@ -436,6 +436,11 @@ def test_parameters_of_an_optimizer_that_are_read_one_by_one_are_not_told(two: R
             "training_step changes 'lr' of parameter group 0 of the optimizer again in the second",
         ),
         ("AveragedInOneStage", "training_step changes mentor.weight again in the second micro-batch of a batch"),
+        # Behind the first looks nothing looked.
+        ("AveragedLate", "training_step changes mentor.weight again in the second micro-batch of a batch"),
+        ("AveragedOnceLate", "training_step changes mentor.weight again in the second micro-batch of a batch"),
+        ("ClampedAlike", "not refused"),
+        ("HeadClampedLate", "training_step changes head.weight, and in a pipeline it has the"),
         ("UnfreezesInOneMicroBatch", "not refused"),
         ("Judged", "not refused"),
         ("RateBeforeForward", "training_step changes 'lr' of parameter group 0 of the optimizer (it was 0.3)"),
