@@ -15,11 +15,17 @@ from deepspeed.pipe import LayerSpec  # noqa: E402
 from torch import nn  # noqa: E402
 
 from deepspeed_partition.engine.pipeline.parts import Part  # noqa: E402
-from deepspeed_partition.engine.repartition import layer_moves, optimizer_state, tensor_forms  # noqa: E402
+from deepspeed_partition.engine.repartition import (  # noqa: E402
+    layer_moves,
+    optimizer_state,
+    part_descriptions,
+    tensor_forms,
+)
 from deepspeed_partition.engine.repartition.part_descriptions import (  # noqa: E402
     describe,
     only_what_changed,
     remember_attributes,
+    take_attributes,
     take_modules,
 )
 from deepspeed_partition.planner.allocation import Allocation  # noqa: E402
@@ -62,6 +68,30 @@ def test_expanded_states_of_the_host_are_sent_as_they_are_received(sent: list[in
     state._infos = [dict(optimizer_state._describe(trained, {**tensors, **values}))]
     state.send("0", 1)
     assert sent == [1, 1]
+
+
+@pytest.mark.parametrize("lay", ["host", "device"])
+def test_tensors_in_attributes_lie_where_they_lay(monkeypatch: pytest.MonkeyPatch, lay: str) -> None:
+    """A history on the CPU came to the device with its layer, and the next forward raised."""
+
+    def use(name: str) -> None:
+        accelerator = SimpleNamespace(current_device_name=lambda: name)
+        monkeypatch.setattr(part_descriptions, "get_accelerator", lambda: accelerator)
+
+    layer: Any = nn.Linear(2, 2)
+    layer.history, layer.kept = torch.arange(3.0), {"all": [torch.ones(2)]}
+    use("meta" if lay == "host" else "cpu")  # meta has no values to send
+    there = pickle.loads(pickle.dumps(describe(layer)))
+    use("meta")
+    built: Any = nn.Linear(2, 2)
+    take_attributes(built, there)
+    assert {built.history.device.type, built.kept["all"][0].device.type} == {"cpu" if lay == "host" else "meta"}
+    if lay == "host":
+        assert built.history.tolist() == [0, 1, 2]
+        mark = part_descriptions.sendable(layer.history).mark
+        assert part_descriptions.sendable(torch.arange(3.0)).mark == mark
+        layer.history[0] = 1
+        assert part_descriptions.sendable(layer.history).mark != mark
 
 
 class Angles(nn.Module):

@@ -51,6 +51,7 @@ from deepspeed_partition.engine.repartition.object_states import (
 from deepspeed_partition.engine.repartition.one_memory import Found, Memory, found_in, memories_of
 from deepspeed_partition.engine.repartition.shared_tensors import (
     CopyOfVariable,
+    HostTensor,
     StillThere,
     is_shareable,
     say_of_copy,
@@ -388,11 +389,17 @@ def _off_the_device(value: Any) -> Any:
         return torch.device(value.type)
     if isinstance(value, bytearray | array):
         return value[:]
-    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.device.type == "cpu" != torch.device(get_accelerator().current_device_name()).type:
+        return HostTensor(value.detach())
+    return value.detach().cpu()
 
 
 def _onto_the_device(value: Any) -> Any:
-    """The value on this rank's device; such a device itself is this rank's."""
+    """The value on this rank's device if it lay on the sender's; such a device itself is this rank's."""
+    if isinstance(value, HostTensor):
+        return value.value
     device = torch.device(get_accelerator().current_device_name())
     if isinstance(value, torch.device):
         return device if value.type == device.type else value
@@ -694,6 +701,8 @@ def _fingerprint(value: Any) -> Any:
 
 def _checked(value: Any) -> Any:
     """A checksum in the place of a tensor or an array."""
+    if isinstance(value, HostTensor):
+        return HostTensor, _checked(value.value)
     if not isinstance(value, torch.Tensor | numpy.ndarray):
         return value
     numbers = bytes_view(value).numpy() if isinstance(value, torch.Tensor) else numpy.ascontiguousarray(value)

@@ -38,6 +38,13 @@ class CopyOfVariable:
     variable: str
 
 
+@dataclass(frozen=True, slots=True)
+class HostTensor:
+    """A tensor on the CPU, as ``Module.to`` leaves those of attributes, of a rank that has another device."""
+
+    value: torch.Tensor
+
+
 def is_shareable(value: Any) -> bool:
     """Whether this is a tensor or an array, which can be changed in place."""
     return isinstance(value, torch.Tensor | numpy.ndarray) and not isinstance(value, nn.Parameter)
@@ -82,7 +89,7 @@ def told_of_sharing(sent: Any, own: Any, shown: str, *, is_first: bool) -> Any:
         shown: How it is called.
         is_first: Whether it is the object that it has been from the start.
     """
-    if not is_shareable(sent) or not is_shareable(own):
+    if not (isinstance(sent, HostTensor) or is_shareable(sent)) or not is_shareable(own):
         return sent
     if is_first:
         return StillThere(sent, shown)
