@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -471,6 +472,20 @@ def undivided(captured: Captured) -> tuple[str, CaptureError] | None:
             kind = CaptureError if call.drawn is None else DrawsApartError
             return call.target, kind(f"{call.target} ({call.module_type}) stays whole: {call.why_whole}")
     return None
+
+
+def runs_again(captured: Captured) -> str:
+    """Say which module with most of the weights is one layer because it runs several times; empty: none is."""
+    modules = captured.graph.recording.modules
+    half = _num_weights(captured.model) / 2
+    calls = [node.call for node in captured.graph.nodes if node.is_module]
+    for name, number in Counter(call.target for call in calls).items():
+        if number > 1 and modules[name]._modules and _num_weights(modules[name]) > half:
+            return (
+                f"{name} ({type(modules[name]).__name__}) runs {number} times in a step, so that it is one "
+                "layer: call it once, with the samples of all calls, such as torch.cat((a, b))"
+            )
+    return ""
 
 
 def deciding(graph: Graph) -> list[str]:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 
 from deepspeed_partition.capture import CaptureError, capture
-from deepspeed_partition.capture.coarse import deciding, undivided
+from deepspeed_partition.capture.coarse import deciding, runs_again, undivided
 from deepspeed_partition.capture.graph import Graph
 from deepspeed_partition.capture.model_layers import OtherCall
 from deepspeed_partition.capture.structure import build, flatten, written_names_of
@@ -116,7 +116,8 @@ class CapturedCall:
         model = self.model
         with without_caches(model) as kinds, _metrics_kept(model):
             captured = capture(model, args, kwargs)
-        self.notes = [*captured.notes, *notes_on_caches(kinds)]
+        self.why_few = runs_again(captured)
+        self.notes = [*captured.notes, *notes_on_caches(kinds), *filter(None, [self.why_few])]
         """What a user should be told once."""
         self._cut(captured.graph, captured.training)
         captured.changed = self._cut

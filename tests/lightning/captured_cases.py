@@ -1498,6 +1498,30 @@ class BranchingInside(Sgd):
         return self.net(x)["x"]
 
 
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu())
+
+
+class RunsAgain(Sgd):
+    """Most of its weights are in a network that runs for both sides of a pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Encoder()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        first, second = self(batch[0])
+        return (first - second).square().mean()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.net(x), self.net(x.flip(1))
+
+
 class BranchingLoss(BranchingInside):
     """Returns a loss, which is that of a micro-batch where its code decides by data."""
 
@@ -1797,7 +1821,7 @@ def refused_modules(host: cases.Host) -> dict[str, Any]:
     found = {}
     for build in (
         Noisy, Sampling, Dropping, DrawingBetween, NoCall, OtherOrder, ChangingCall, Branching, BranchingInside,
-        BranchingLoss, NumbersInBatch,
+        RunsAgain, BranchingLoss, NumbersInBatch,
         Resized, Generating,
         Unequal, Attached, RateInForward, RateOfTrainer, Carrying, CarryingForBatches, CarryingByLayers,
         MixedWindow, ByChance, ByChanceFound, Adjacent, AdjacentInLayers, AdjacentBefore, SparseRows,

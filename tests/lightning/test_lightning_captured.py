@@ -69,6 +69,7 @@ def test_dropout_draws_from_the_seed(two: Records) -> None:
         ("BranchingInside", "has 1 pipeline layer for 2 stages (net (Bounded) stays whole: its code decides by"),
         ("BranchingInside", "captured_cases.py:"),
         ("BranchingInside", "changes a buffer, and would change it twice"),
+        ("RunsAgain", "has 1 pipeline layer for 2 stages (net (Encoder) runs 2 times in a step, so that it"),
         ("BranchingLoss", "it would return a loss of each micro-batch: let it return what the loss is made of"),
         ("BranchingLoss", "captured_cases.py:"),
         ("Resized", "self.model.transformer.wte.weight has the shape (20, 16) now and had (17, 16)"),
