@@ -19,6 +19,7 @@ from deepspeed_partition.engine.repartition import (  # noqa: E402
     layer_moves,
     optimizer_state,
     part_descriptions,
+    plain_data,
     tensor_forms,
 )
 from deepspeed_partition.engine.repartition.part_descriptions import (  # noqa: E402
@@ -76,7 +77,7 @@ def test_tensors_in_attributes_lie_where_they_lay(monkeypatch: pytest.MonkeyPatc
 
     def use(name: str) -> None:
         accelerator = SimpleNamespace(current_device_name=lambda: name)
-        monkeypatch.setattr(part_descriptions, "get_accelerator", lambda: accelerator)
+        monkeypatch.setattr(plain_data, "get_accelerator", lambda: accelerator)
 
     layer: Any = nn.Linear(2, 2)
     layer.history, layer.kept = torch.arange(3.0), {"all": [torch.ones(2)]}

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 import itertools
 import pickle
 import queue
 import random
 import weakref
-import zlib
-from array import array
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +16,6 @@ from typing import Any
 
 import numpy
 import torch
-from deepspeed.accelerator import get_accelerator
 from numpy.random import MT19937, PCG64, PCG64DXSM, SFC64, Philox
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -49,9 +45,16 @@ from deepspeed_partition.engine.repartition.object_states import (
     object_state,
 )
 from deepspeed_partition.engine.repartition.one_memory import Found, Memory, found_in, memories_of
+from deepspeed_partition.engine.repartition.plain_data import (
+    checked,
+    is_data,
+    is_plain,
+    off_the_device,
+    onto_the_device,
+    with_data,
+)
 from deepspeed_partition.engine.repartition.shared_tensors import (
     CopyOfVariable,
-    HostTensor,
     StillThere,
     is_shareable,
     say_of_copy,
@@ -68,7 +71,7 @@ from deepspeed_partition.module_hooks import MODULE_HOOKS
 from deepspeed_partition.planner.allocation import Allocation
 from deepspeed_partition.profiling.attributes import OF_DEEPSPEED_ON_TENSORS, attributes_of, mark
 from deepspeed_partition.profiling.sources import users_names
-from deepspeed_partition.tensor_values import bytes_view, has_memory, parts_of, version_of
+from deepspeed_partition.tensor_values import has_memory, parts_of, version_of
 
 KNOWN = ("deepspeed.", "deepspeed_partition.", "lightning_madpipe.")
 
@@ -293,10 +296,10 @@ def _sendable(value: Any) -> Any:
         return GeneratorState(kind, generator_state(value))
     if type(value) is itertools.count and (count := IteratorState.of(value)) is not None:
         return count
-    if type(value) in _QUEUES and _is_data(items := list(value.queue)):
-        return QueueState(type(value).__name__, _with_data(items, _off_the_device))
-    if _is_data(value):
-        return _with_data(value, _off_the_device)
+    if type(value) in _QUEUES and is_data(items := list(value.queue)):
+        return QueueState(type(value).__name__, with_data(items, off_the_device))
+    if is_data(value):
+        return with_data(value, off_the_device)
     kind = type(itself(value)).__name__
     return Unsendable(kind, None if type(value) in _QUEUES else state_of(value))
 
@@ -360,65 +363,9 @@ def take(table: MutableMapping[Any, Any], name: Any, sent: Sent) -> None:
     elif isinstance(value, ObjectState):
         table[name] = laid(value, table, name, {})
     elif isinstance(value, StillThere):
-        take_still_there(table, name, value, _with_data(value.value, _onto_the_device))
+        take_still_there(table, name, value, with_data(value.value, onto_the_device))
     else:
-        _take(table, name, _with_data(value, _onto_the_device))
-
-
-def _is_data(value: Any) -> bool:
-    """Whether this is plain data, a tensor or an array, or a container of these."""
-    if type(value) in (list, tuple, set, frozenset, deque):
-        return all(map(_is_data, value))
-    if type(value) in (dict, OrderedDict, defaultdict, Counter):
-        factory = getattr(value, "default_factory", None)
-        return factory in _FACTORIES and all(_is_data(key) and _is_data(each) for key, each in value.items())
-    if isinstance(value, torch.Tensor):
-        return type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
-    if type(value) is numpy.ndarray:
-        return not value.dtype.hasobject
-    return isinstance(value, numpy.generic | torch.device | bytearray | array) or _is_plain(value)
-
-
-_FACTORIES = (None, bool, dict, float, int, list, set, str)
-"""What a ``defaultdict`` that is sent may make of a key that it does not have."""
-
-
-def _off_the_device(value: Any) -> Any:
-    """What another process can have of a value."""
-    if isinstance(value, torch.device):
-        return torch.device(value.type)
-    if isinstance(value, bytearray | array):
-        return value[:]
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.device.type == "cpu" != torch.device(get_accelerator().current_device_name()).type:
-        return HostTensor(value.detach())
-    return value.detach().cpu()
-
-
-def _onto_the_device(value: Any) -> Any:
-    """The value on this rank's device if it lay on the sender's; such a device itself is this rank's."""
-    if isinstance(value, HostTensor):
-        return value.value
-    device = torch.device(get_accelerator().current_device_name())
-    if isinstance(value, torch.device):
-        return device if value.type == device.type else value
-    return value.to(device) if isinstance(value, torch.Tensor) else value
-
-
-def _with_data(value: Any, made_of: Callable[[Any], Any]) -> Any:
-    """Copy data of :func:`_is_data`, and make something of each value in its containers."""
-    kind: Any = type(value)
-    if kind in (list, tuple, set, frozenset):
-        return kind(_with_data(each, made_of) for each in value)
-    if kind is deque:
-        return deque((_with_data(each, made_of) for each in value), value.maxlen)
-    if kind in (dict, OrderedDict, defaultdict, Counter):
-        copy: Any = value.copy()
-        for key, each in value.items():  # a Counter's update() would add them
-            copy[key] = _with_data(each, made_of)
-        return copy
-    return made_of(value)
+        _take(table, name, with_data(value, onto_the_device))
 
 
 def existing_module(spec: Any) -> nn.Module | None:
@@ -696,17 +643,7 @@ def _fingerprint(value: Any) -> Any:
         return _fingerprint(value.sent)
     if isinstance(value, GeneratorState):
         return pickle.dumps((value.kind, value.state.numpy() if value.kind == "torch" else value.state))
-    return pickle.dumps(_with_data(value, _checked))
-
-
-def _checked(value: Any) -> Any:
-    """A checksum in the place of a tensor or an array."""
-    if isinstance(value, HostTensor):
-        return HostTensor, _checked(value.value)
-    if not isinstance(value, torch.Tensor | numpy.ndarray):
-        return value
-    numbers = bytes_view(value).numpy() if isinstance(value, torch.Tensor) else numpy.ascontiguousarray(value)
-    return str(value.dtype), tuple(value.shape), zlib.crc32(numbers.tobytes())
+    return pickle.dumps(with_data(value, checked))
 
 
 def _is_alike(own: dict[str, Any], name: str, value: Any) -> bool:
@@ -757,9 +694,9 @@ def take_attributes(built: nn.Module, there: PartInfo) -> None:
             elif isinstance(value, QueueState):
                 _fill(here, name, value)
             elif isinstance(value, StillThere):
-                take_still_there(here, name, value, _with_data(value.value, _onto_the_device))
+                take_still_there(here, name, value, with_data(value.value, onto_the_device))
             elif isinstance(value, CopyOfVariable):
-                _take(here, name, _with_data(value.value, _onto_the_device))
+                _take(here, name, with_data(value.value, onto_the_device))
             elif isinstance(value, ObjectState | ExtraState):
                 try:
                     _take_object(module, name, value, named)
@@ -770,7 +707,7 @@ def take_attributes(built: nn.Module, there: PartInfo) -> None:
                 if value.source is None or value.source != _source_of(here.get(name), module):
                     _say_that_it_stays(value.shown, value.type_name)
             elif not isinstance(value, Unsendable):
-                _take(here, name, _with_data(value, _onto_the_device))
+                _take(here, name, with_data(value, onto_the_device))
 
 
 def _take_object(module: nn.Module, name: str, value: ObjectState | ExtraState, named: Named) -> None:
@@ -781,7 +718,7 @@ def _take_object(module: nn.Module, name: str, value: ObjectState | ExtraState, 
     if own is None or _fingerprint(own) != _fingerprint(value):
         sent = value.sent
         is_object = isinstance(sent, ObjectState)
-        module.set_extra_state(loaded(sent, named) if is_object else _with_data(sent, _onto_the_device))
+        module.set_extra_state(loaded(sent, named) if is_object else with_data(sent, onto_the_device))
 
 
 def _fill(here: MutableMapping[Any, Any], name: Any, value: QueueState) -> None:
@@ -789,7 +726,7 @@ def _fill(here: MutableMapping[Any, Any], name: Any, value: QueueState) -> None:
     items: Any = here.get(name)
     if type(items).__name__ != value.kind:
         items = here[name] = getattr(queue, value.kind)()
-    fill_queue(items, _with_data(value.items, _onto_the_device))
+    fill_queue(items, with_data(value.items, onto_the_device))
 
 
 def _take(here: MutableMapping[Any, Any], name: Any, value: Any) -> None:
@@ -823,7 +760,7 @@ def attributes_of_tensor(tensor: torch.Tensor) -> dict[str, Any]:
 def _of_a_tensor(value: Any) -> Any:
     if type(value) is torch.Tensor and has_memory(value) and not value.is_quantized:
         return _sent_tensor(value)
-    return value if _is_plain(value) and _can_be_pickled(value) else Unsendable(type(value).__name__)
+    return value if is_plain(value) and _can_be_pickled(value) else Unsendable(type(value).__name__)
 
 
 def _can_be_pickled(value: Any) -> bool:
@@ -887,14 +824,6 @@ def _source_of(function: Any, module: nn.Module) -> Any:
 @dataclass(frozen=True, slots=True)
 class Gone:
     """What has been deleted."""
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(_is_plain(key) and _is_plain(member) for key, member in value.items())
-    return value is None or isinstance(value, str | bytes | int | float | complex | torch.dtype | enum.Enum)
 
 
 def _hooks(owner: Any, kinds: Iterable[str], name: str = "") -> Iterator[str]:

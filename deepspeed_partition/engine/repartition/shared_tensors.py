@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from deepspeed_partition.code_names import is_installed
+from deepspeed_partition.engine.repartition.plain_data import HostTensor
 from deepspeed_partition.engine.runtime.environment import warn_once
 
 _OURS = ("deepspeed_partition", "lightning_madpipe")
@@ -36,13 +37,6 @@ class CopyOfVariable:
     value: Any
     shown: str
     variable: str
-
-
-@dataclass(frozen=True, slots=True)
-class HostTensor:
-    """A tensor on the CPU, as ``Module.to`` leaves those of attributes, of a rank that has another device."""
-
-    value: torch.Tensor
 
 
 def is_shareable(value: Any) -> bool:
