@@ -16,6 +16,12 @@ from deepspeed.pipe import PipelineModule
 
 from deepspeed_partition.engine.pipeline.parts import all_that_moves
 from deepspeed_partition.engine.pipeline.tied_copies import parameter_names
+from deepspeed_partition.engine.repartition.plain_data import (
+    HostTensor,
+    off_the_device,
+    onto_the_device,
+    with_data,
+)
 from deepspeed_partition.engine.runtime.collectives import gather_objects
 
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -86,7 +92,7 @@ class ParameterGroups:
         in_use = optimizer.in_use
         firsts = self._first_layers()
         mine = [
-            GroupInfo(names, key, _settings(group), id(group) in in_use, first)
+            GroupInfo(names, key, with_data(_settings(group), off_the_device), id(group) in in_use, first)
             for group, names, key, first in zip(self.groups, self._names, self._keys, firsts, strict=True)
         ]
         by_stage = gather_objects(mine, pipe_group)
@@ -102,7 +108,7 @@ class ParameterGroups:
             group = own.get(place, {"params": []})
             if id(group) not in in_use:
                 # A group that DeepSpeed dropped here missed what schedulers have set since.
-                group.update(next((info for info in infos if info.live), infos[0]).settings)
+                _give(group, next((info for info in infos if info.live), infos[0]).settings)
             self.groups.append(group)
             self._names.append(tuple(name for info in infos for name in info.names))
             self._keys.append(infos[0].key)
@@ -137,7 +143,8 @@ class ParameterGroups:
             settings_of: of the group that a parameter was saved in, by its name; None if it was in none.
         """
         found = [next(filter(None, map(settings_of, names)), {}) for names in self._names]
-        mine = [GroupInfo((), key, settings, True) for key, settings in zip(self._keys, found, strict=True)]
+        sent = (with_data(settings, off_the_device) for settings in found)
+        mine = [GroupInfo((), key, settings, True) for key, settings in zip(self._keys, sent, strict=True)]
         by_stage = gather_objects(mine, pipe_group)
         places = _places(by_stage)
         settings_at: dict[int, dict[str, Any]] = {}
@@ -145,7 +152,7 @@ class ParameterGroups:
             for place, info in zip(stage_places, infos, strict=True):
                 settings_at[place] = settings_at.get(place) or info.settings
         for place, group in zip(places[dist.get_rank(pipe_group)], optimizer.param_groups, strict=True):
-            group.update(settings_at[place])
+            _give(group, settings_at[place])
 
     def place_of(self) -> dict[str, int]:
         """The place of the group of each parameter of the whole pipeline, after :meth:`gather`."""
@@ -247,6 +254,16 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in OF_PARAMETERS}
 
 
+def _give(group: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Let a group have the settings of another rank; a tensor lies where that of the group did."""
+    for name, value in settings.items():
+        own, sent = group.get(name), value.value if isinstance(value, HostTensor) else value
+        if isinstance(own, torch.Tensor) and isinstance(sent, torch.Tensor):
+            group[name] = sent.to(own.device)
+        else:
+            group[name] = with_data(value, onto_the_device)
+
+
 def _keys(groups: list[dict[str, Any]]) -> list[str]:
     """The settings as text; equal ones are numbered.
 
@@ -254,7 +271,8 @@ def _keys(groups: list[dict[str, Any]]) -> list[str]:
     """
     keys: list[str] = []
     for group in groups:
-        settings = _settings(group)
+        # A tensor's text has the number of its rank's device.
+        settings = with_data(_settings(group), lambda each: each.tolist() if torch.is_tensor(each) else each)
         settings["lr"] = settings.get("initial_lr", settings.get("lr"))
         text = ADDRESS.sub("", repr(sorted(settings.items())))
         keys.append(f"{text} #{sum(key.startswith(text) for key in keys)}")
