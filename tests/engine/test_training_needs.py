@@ -20,7 +20,8 @@ from deepspeed_partition.engine.repartition.part_descriptions import (  # noqa: 
     changed_attributes,
     remember_attributes,
 )
-from deepspeed_partition.engine.warmup.run_platform import num_states, state_bytes  # noqa: E402
+from deepspeed_partition.engine.warmup import run_platform  # noqa: E402
+from deepspeed_partition.engine.warmup.run_platform import num_states, state_bytes, training_bytes  # noqa: E402
 from deepspeed_partition.engine.warmup.stage_profiler import Measuring  # noqa: E402
 from deepspeed_partition.engine.warmup.training_needs import (  # noqa: E402
     OptimizerStep,
@@ -82,6 +83,24 @@ def test_an_optimizer_of_matrices_is_tried_out(caplog):
         assert optimizer_step(optimizer) == OptimizerStep(of_one=0, of_several=0, at_once=False)
         assert num_states(optimizer) == 1
     assert "could not be tried out" not in caplog.text
+
+
+def test_what_is_offloaded_takes_nothing_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan for GPUs counted the copies and states that offload_optimizer keeps on the CPU, and tried a step."""
+    master = nn.Parameter(torch.zeros(1000))
+    optimizer = torch.optim.AdamW([master])
+    engine: Any = SimpleNamespace(
+        module=nn.Linear(10, 1, bias=False, device="meta"), basic_optimizer=optimizer,
+        optimizer=SimpleNamespace(single_partition_of_fp32_groups=[master]),
+    )  # fmt: skip
+    assert training_bytes(engine) == (
+        40 + 3 * 4000,
+        40,
+    )
+    device = SimpleNamespace(device_name=lambda: "cuda", current_device_name=lambda: "cuda:0")
+    monkeypatch.setattr(run_platform, "get_accelerator", lambda: device)
+    assert training_bytes(engine) == (40, 40)
+    assert optimizer_step(optimizer) == OptimizerStep(of_one=0, of_several=0, at_once=False)
 
 
 class Around(torch.optim.Optimizer):

@@ -42,7 +42,7 @@ def device_memory_bytes(engine: MadPipeEngine) -> int:
         return min(share, _within_limits(engine) or share)
     device = accelerator.name_of_device()
     num_sharing = gather_objects(device).count(device)
-    kept = _allocated(tensor for tensor in kept_tensors(engine) if tensor.device.type != "cpu")
+    kept = _allocated(kept_tensors(engine))
     usable, margin = accelerator.usable_bytes(num_sharing, kept)
     if not engine.options.memory:
         announce(
@@ -128,6 +128,8 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     total, copies = 0, None
     for group in optimizer.param_groups:
         for member in group["params"]:
+            if not is_on_device(member):
+                continue
             kept = sum(map(num_bytes_of, _kept_for(optimizer, member)))
             if not kept:
                 # Trying an optimizer out takes a step of it: once is enough.
@@ -210,7 +212,12 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors_in(value)
 
 
+def is_on_device(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory of this rank's device; what ``offload_optimizer`` leaves to the CPU has not."""
+    return get_accelerator().device_name() == "cpu" or tensor.device.type != "cpu"
+
+
 def _allocated(tensors: Iterable[torch.Tensor]) -> int:
-    """The bytes of memory that tensors have, that which they share once."""
-    storages = (storage for tensor in tensors for storage in storages_of(tensor))
+    """The bytes of the device's memory that tensors have, that which they share once."""
+    storages = (storage for tensor in tensors if is_on_device(tensor) for storage in storages_of(tensor))
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

@@ -23,7 +23,7 @@ from deepspeed_partition.engine.pipeline.tied_copies import forms_of
 from deepspeed_partition.engine.repairs import reduction_buffer_bytes
 from deepspeed_partition.engine.repartition.parameter_groups import another_like
 from deepspeed_partition.engine.runtime.environment import announce
-from deepspeed_partition.engine.warmup.run_platform import training_bytes
+from deepspeed_partition.engine.warmup.run_platform import is_on_device, training_bytes
 from deepspeed_partition.planner.problem import Chain
 from deepspeed_partition.profiling import LiveBytes
 from deepspeed_partition.profiling.measure import MeasuredLayer
@@ -145,6 +145,8 @@ def _in_step(wrapper: Any, step: OptimizerStep, gradient: float, num_pipelines: 
 
 def optimizer_step(optimizer: torch.optim.Optimizer) -> OptimizerStep:
     """Try an optimizer out on one tensor and on several: what does its second step need besides states?"""
+    if not any(is_on_device(member) for group in optimizer.param_groups for member in group["params"]):
+        return OptimizerStep(of_one=0, of_several=0, at_once=False)  # with offload_optimizer, it steps on the CPU
     try:
         try:
             one, shape = _needed_bytes(optimizer, 1, [TRIED_NUMBERS]), [TRIED_NUMBERS]
