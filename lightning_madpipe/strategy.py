@@ -668,7 +668,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
     def _follow_layers(self, group: Any) -> None:
         """Let the ranks of a pipeline know what steps have found out and hooks have logged on some of them."""
         if self._runner is not None:
-            self._runner.steps.share_dims(group)
+            self._runner.follow_layers(group)
         if self._phase is not None:  # between the first and the last step of fit
             hand_values_over(self._module.trainer, group)
 

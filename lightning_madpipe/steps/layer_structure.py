@@ -37,7 +37,7 @@ class Structure:
         if call.captured is not None:  # whose layers hold the user's modules, and are none
             layers = [part for layer in layers for part in layer.modules()]
         self._places = [(names[layer], layer) for layer in layers if layer in names]
-        self._own: tuple[int, ...] = ()
+        self._have_moved = False
         self._weights: list[nn.Parameter] = []
         self._shapes: list[torch.Size] = []
         self._trains: list[bool] = []
@@ -58,13 +58,9 @@ class Structure:
                     "one that was there: change layers in __init__(), setup() or configure_model(), or between "
                     "two runs"
                 )
-        if self._layers_of_rank() != self._own:  # layers have moved
-            self._forget_those_that_left()
-            if self._are_turned():
-                self._refuse_untrained()
-            self._remember_weights()
+        if self._have_moved:
+            self._have_moved = False
             self._refuse_one_memory()
-            self.has_turned = True  # of those that came, a hook may have turned some on the way
         for weight, shape in zip(self._weights, self._shapes, strict=True):
             if weight.shape != shape:
                 raise self._refusal(
@@ -78,25 +74,21 @@ class Structure:
             self._remember_weights()
             self.has_turned = True
 
+    def follow_layers(self) -> None:
+        """Know the weights of the layers that this rank has now, when layers have moved."""
+        self.has_turned |= self._are_turned()  # also of those that leave
+        before = dict(zip(map(id, self._weights), self._trains, strict=True))
+        self._remember_weights()
+        self._trains = [before.get(id(weight), weight.requires_grad) for weight in self._weights]
+        self._have_moved = True
+
     def _are_turned(self) -> bool:
         return [weight.requires_grad for weight in self._weights] != self._trains
 
-    def _forget_those_that_left(self) -> None:
-        here = {id(weight) for weight in self._pipeline.parameters()}
-        kept = [place for place, weight in enumerate(self._weights) if id(weight) in here]
-        self._weights = [self._weights[place] for place in kept]
-        self._shapes = [self._shapes[place] for place in kept]
-        self._trains = [self._trains[place] for place in kept]
-
     def _remember_weights(self) -> None:
-        self._own = self._layers_of_rank()
         self._weights = list(self._pipeline.parameters())
         self._shapes = [weight.shape for weight in self._weights]
         self._trains = [weight.requires_grad for weight in self._weights]
-
-    def _layers_of_rank(self) -> tuple[int, ...]:
-        """Return what tells one set of layers from another: copies of tied ones have no name of their own."""
-        return tuple(map(id, self._pipeline.forward_funcs))
 
     def _refuse_one_memory(self) -> None:
         trained = (weight for weight in self._weights if weight.requires_grad and weight in frozen_in_one_memory)

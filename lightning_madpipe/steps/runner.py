@@ -162,6 +162,15 @@ class BatchRunner:
         base_seed, number = draws
         self._base_seed, self._batch_numbers = base_seed, itertools.count(number)
 
+    def follow_layers(self, group: Any) -> None:
+        """Let the ranks of a pipeline know what steps have found out, when layers have moved. Collective.
+
+        Args:
+            group: The ranks.
+        """
+        self.steps.share_dims(group)
+        self._structure.follow_layers()
+
     def _tell_of_windows(self) -> None:
         """Say once what hooks see otherwise, where one lets a fit accumulate that did not when it began."""
         if not self._is_told_of_windows:
