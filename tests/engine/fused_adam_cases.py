@@ -1,4 +1,4 @@
-"""Cases: DeepSpeed's ``FusedAdam``, which counts the steps of a group in the state of its last parameter alone.
+"""Cases: optimizers of a GPU: offloaded ones; and ``FusedAdam``, which counts steps in its last parameter alone.
 
 Its compiled part, which a test cannot wait for, is written in Python here; the counting is DeepSpeed's own code.
 """
@@ -86,6 +86,24 @@ def fused_adam_is_not_tried(_: Path) -> None:
 
         with raised(TrialError):
             why_not_in_parts(Other([nn.Parameter(torch.ones(3))]), flattened=True)
+
+
+def what_is_offloaded_goes_on(folder: Path) -> None:
+    """Master copies and states that offload_optimizer keeps on the CPU go where layers move, and into files."""
+    data = batches()
+    expected = train_alone(mlp(), data, adam)
+    zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    config = {**OF_TORCH, "zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
+    engine, _, _ = start(mlp(), [0, 3, 8], config)
+    assert engine.optimizer.cpu_offload
+    same(train_on_four_cuts(engine, data), expected)
+    engine, _, _ = start(mlp(), [0, 3, 8], config)
+    losses = train(engine, data[:2])
+    engine.save_checkpoint(str(folder), tag="offloaded")
+    for more in (config, {**OF_TORCH, "zero_optimization": {"stage": 1}}):
+        other, _, _ = start(mlp(), [0, 5, 8], more)
+        other.load_checkpoint(str(folder), tag="offloaded")
+        same(losses + train(other, data[2:]), expected)
 
 
 def fused_adam_goes_on_in_bf16(_: Path) -> None:
@@ -230,5 +248,5 @@ ONLY_TWO = [
     steps_that_each_parameter_counts_stay, checkpoints_of_another_class_are_refused,
     checkpoints_of_an_optimizer_of_the_users_load_anywhere,
     fused_adam_is_not_tried, fused_adam_goes_on_when_layers_move, fused_adam_goes_on_in_bf16,
-    checkpoints_of_fused_adam_load_anywhere, plain_checkpoints_of_fused_adam,
+    checkpoints_of_fused_adam_load_anywhere, plain_checkpoints_of_fused_adam, what_is_offloaded_goes_on,
 ]  # fmt: skip
