@@ -509,9 +509,7 @@ class PipelineStrategy(PipelineGroups, Checkpointing):
             end_engine=self._stop_engine,
             captured=captured,
         )
-        # An RNN reads its own weights when it is moved, also one that another rank runs; these are on the CPU.
-        with self.pipeline.elsewhere.lifted() if self.root_device.type == "cpu" else nullcontext():
-            module.to(self.root_device)
+        module.to(self.root_device)  # but for what another rank runs, which stays where it is
         self._spread.buffers.share()
         if self.distributed_sampler_kwargs["num_replicas"] > 1:
             self.refuse_too_few_samples(trainer)

@@ -190,8 +190,10 @@ class HiddenTensors(dict[str, Any]):
     def __contains__(self, name: object) -> bool:
         return name in self.hidden or super().__contains__(name)
 
-    def __missing__(self, name: str) -> StandIn:
+    def __missing__(self, name: str) -> Any:
         if name in self.hidden:
+            if _moves_rnn(sys._getframe(1)):  # and keeps what it is given here: no stand-in, which would stay
+                return self.whole[name]
             stand_in = HiddenTensors.stand_in or StandIn.of
             return stand_in(self.whole[name], self.hidden[name])
         raise KeyError(name)
@@ -230,6 +232,15 @@ class HiddenTensors(dict[str, Any]):
     def __reduce__(self) -> Any:
         # A copy is no longer followed when layers move: it hides what its original did.
         return HiddenTensors, (self.whole, self.hidden)
+
+
+def _moves_rnn(frame: FrameType | None) -> bool:
+    """Whether torch moves or converts an RNN, which then lists its weights anew, wherever they lie."""
+    while frame is not None:
+        if frame.f_code is nn.RNNBase._apply.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Listing:

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -1817,6 +1818,39 @@ def skipped_batches(host: Host) -> dict[str, Any]:
     return record
 
 
+class Recurrent(nn.Module):
+    """An LSTM, which lists its own weights anew whenever it is moved or converted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(cases.WIDTH, cases.WIDTH, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lstm(x[:, None])[0][:, 0]
+
+
+class Converting(cases.SequentialClassifier):
+    """Has an LSTM on each stage, and is converted in a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(cases.NUM_FEATURES, cases.WIDTH),
+            *(Recurrent() for _ in range(3)),
+            nn.Linear(cases.WIDTH, cases.NUM_CLASSES),
+        )
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.float()
+
+
+def recurrent_layers(host: Host) -> dict[str, Any]:
+    """The conversion was refused, as the move to a GPU was; and a layer moves after two steps."""
+    strategy = {"algorithm": [0, 1, 5], "warmup_steps": 2, "warmup_epochs": 0}
+    with patch.object(nn.Module, "_apply", cases._apply):  # torch's own: whose code converts decides what is told
+        return cases.fit(host, Converting, cases.loader(54), strategy=strategy)
+
+
 SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     2: [
         norms_over_ranks,
@@ -1834,6 +1868,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
         asked_in_steps,
         taught,
         skipped_batches,
+        recurrent_layers,
     ],
     4: [],
 }

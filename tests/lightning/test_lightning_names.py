@@ -253,6 +253,7 @@ def test_what_may_change_is_said_before_the_first_step(two: Records) -> None:
         "asked_in_steps",
         "taught",
         "skipped_batches",
+        "recurrent_layers",
     ],
 )
 def test_hooks_on_all_parameters_train_like_one_process(two: Records, case: str) -> None:

@@ -239,6 +239,18 @@ def test_layers_of_other_ranks_keep_their_places_and_cannot_be_read() -> None:
     assert module(torch.zeros(2, 8)).shape == (2, 4)
 
 
+def test_an_rnn_of_another_rank_can_be_moved_and_not_run() -> None:
+    """It lists its weights anew, and asks each whether it is on a GPU: no pipeline with two RNNs began there."""
+    module = Classifier()
+    rnn = module.blocks[3].linear = nn.LSTM(12, 12)
+    elsewhere = Elsewhere(module, HalfAPipeline(find_layers(module).layers, held=(0,)))
+    elsewhere.hide()
+    module.to("cpu").float()
+    assert list(map(id, rnn._flat_weights)) == list(map(id, rnn._parameters.whole.values()))
+    with pytest.raises(ElsewhereError):
+        rnn(torch.zeros(2, 1, 12))
+
+
 def test_a_module_that_takes_the_place_of_a_part_is_no_part_of_a_layer() -> None:
     """Parts are known by their identities, which Python gives away again."""
     module = Classifier()
