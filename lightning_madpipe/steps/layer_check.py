@@ -38,7 +38,7 @@ from lightning_madpipe.finding.batch_states import state_of_other_size
 from lightning_madpipe.finding.captured_call import verb
 from lightning_madpipe.module import PipelineCall, TiedModule
 from lightning_madpipe.steps.batches import tensors_of
-from lightning_madpipe.steps.extreme_numbers import ExtremeNumbers
+from lightning_madpipe.steps.extreme_numbers import ExtremeNumbers, has_extremes
 from lightning_madpipe.steps.forward_reads import Read, noted_reads
 from lightning_madpipe.steps.hooks_that_collect import collected_by_hooks
 from lightning_madpipe.steps.list_in_words import ListInWords, advice_for, module_of, some, times
@@ -249,7 +249,7 @@ class LayerCheck:
             return
         where = f"draws from {some([*drawn, *by_torch])} outside of its layers"
         advice = "put the draw, and what is done by it, into the forward() of a layer"
-        if not all(map(is_common, drawn)):
+        if not all(map(is_common, drawn)) or not all(map(has_extremes, by_torch)):
             raise self._differs(f"{where}, which no rank does in a pipeline", advice)
         try:
             for self._word in EXTREMES:

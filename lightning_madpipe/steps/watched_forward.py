@@ -18,7 +18,7 @@ from deepspeed_partition.capture.draws import Draws
 from deepspeed_partition.capture.source_lines import model_line
 from deepspeed_partition.engine.runtime.random_state import random_state, torch_state
 from deepspeed_partition.tensor_values import version_of
-from lightning_madpipe.steps.extreme_numbers import call_with_extremes
+from lightning_madpipe.steps.extreme_numbers import call_with_extremes, drawn_from_torch
 from lightning_madpipe.steps.tensor_comparison import (
     are_same,
     equal,
@@ -133,9 +133,10 @@ class WatchedForward(TorchFunctionMode):
             given = (keywords or {}).get("generator")
             if isinstance(given, torch.Generator):
                 self._generators.setdefault(given, given.get_state())
-            result, has_drawn = call_with_extremes(function, arguments, keywords or {}, self._word)
-            if has_drawn:
-                self.drawn_by_torch.append(f"torch ({name.strip('_')}) at {model_line()}")
+            result, device = call_with_extremes(function, arguments, keywords or {}, self._word)
+            if device is not None:
+                drawn_from = drawn_from_torch(device)
+                self.drawn_by_torch.append(f"{drawn_from} ({name.strip('_')}) at {model_line()}")
         if not self._depth and name not in ("__get__", "__set__") and _has_tensor(result):
             self.done.append(name.removeprefix("__").removesuffix("__"))
         if not self._depth and name in READS_OF_VALUES:

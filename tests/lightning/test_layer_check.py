@@ -15,9 +15,11 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
 
+from deepspeed_partition.engine.runtime import random_state as generator_states
 from deepspeed_partition.generators import generator_state
 from lightning_madpipe.compat.elsewhere import Elsewhere
 from lightning_madpipe.module import HOLDER, PipelineCall, PipelineHolder, TiedModule
@@ -454,6 +456,50 @@ def test_what_differs_is_refused_by_its_place(case: str, kind: str) -> None:
     assert found.difference is not None, found
     assert words in found.difference
     assert "check_layers=False" in found.difference
+
+
+def drawn_on_device(like: torch.Tensor) -> torch.Tensor:
+    """A function that draws on the accelerator, as ``torch.rand(2, device="cuda")`` does."""
+    if has_torch_function_unary(like):
+        return handle_torch_function(drawn_on_device, (like,), like)
+    return torch.rand(2, generator=Device.generator)
+
+
+class Device:
+    """What stands for an accelerator: its generator is another one than the CPU's."""
+
+    generator = torch.Generator().manual_seed(0)
+
+    def device_name(self) -> str:
+        return "cuda"
+
+    def get_rng_state(self) -> torch.Tensor:
+        return self.generator.get_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        self.generator.set_state(state)
+
+
+def rarely_left_out_by_device(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = m.a(x)
+    if drawn_on_device(x)[0] > 1e-3:
+        h = m.b(h)
+    return m.c(h)
+
+
+def noisy_on_device(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.c(m.b(m.a(x) + drawn_on_device(x).sum()))
+
+
+def test_what_is_done_by_rare_numbers_of_a_device_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was said that no number changes what it does, and extreme ones were those of the CPU alone."""
+    monkeypatch.setattr(generator_states, "get_accelerator", Device)
+    found = compare(module_of(rarely_left_out_by_device, names("a b c"))).difference
+    assert found is not None and "draws from torch on cuda (drawn_on_device) at " in found
+    assert "which no rank does in a pipeline: put the draw" in found
+    # What a layer of the list does in the place of forward() is compared by the same numbers.
+    of_layers = lambda m: [m.a, lambda h: h + drawn_on_device(h).sum(), m.b, m.c]  # noqa: E731
+    assert compare(module_of(noisy_on_device, of_layers)).difference is None
 
 
 def test_a_layer_that_is_built_where_it_runs_is_told_of() -> None:

@@ -78,6 +78,14 @@ def torch_state() -> bytes:
     return b"".join(state.cpu().numpy().tobytes() for state in states)
 
 
+def device_drawn_on(before: bytes, after: bytes) -> str | None:
+    """Return the kind of device whose generator was drawn from between two states of :func:`torch_state`."""
+    if before == after:
+        return None
+    size = torch.get_rng_state().numel()
+    return "cpu" if before[size:] == after[size:] else get_accelerator().device_name()
+
+
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
     """Leave every random generator that building a layer may draw from as it was."""
