@@ -2,8 +2,8 @@
 
 Every rank of a pipeline reads the same batches: the inputs of the first one are trained with the labels of the
 last one. Samplers, transforms, workers and hooks of a program draw from Python's, NumPy's and torch's common
-generators, and so do layers. A layer with dropout on one rank alone would shift what that rank draws for the data:
-it would turn its images otherwise than another rank its masks.
+generators, on the CPU and on the device of a rank, and so do layers. A layer with dropout on one rank alone would
+shift what that rank draws for the data: it would turn its images otherwise than another rank its masks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_partition.engine.runtime.collectives import broadcast_object
-from deepspeed_partition.engine.runtime.random_state import preserved_random_state, random_state
+from deepspeed_partition.engine.runtime.random_state import (
+    device_state,
+    preserved_random_state,
+    random_state,
+    set_device_state,
+)
 from lightning_madpipe.steps.own_generators import OwnGenerators
 
 
@@ -38,11 +43,12 @@ class RandomNumbers:
         """Give all ranks the generators of the pipeline's first one. Collective."""
         if self._group is None:
             return
-        states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-        python, numbers, cpu = broadcast_object(states, dist.get_global_rank(self._group, 0), self._group)
+        states = random.getstate(), numpy.random.get_state(), torch.get_rng_state(), device_state()
+        python, numbers, cpu, device = broadcast_object(states, dist.get_global_rank(self._group, 0), self._group)
         random.setstate(python)
         numpy.random.set_state(numbers)
         torch.set_rng_state(cpu)
+        set_device_state(device)
 
     def share(self, own: OwnGenerators) -> None:
         """Give all ranks the states of the program's own generators on the pipeline's first one. Collective."""

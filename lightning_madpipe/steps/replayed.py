@@ -16,12 +16,13 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from deepspeed_partition.capture.draws import Rewindable
 from deepspeed_partition.code_names import is_librarys
 from deepspeed_partition.engine.runtime.environment import warn_once
-from deepspeed_partition.engine.runtime.random_state import random_state
+from deepspeed_partition.engine.runtime.random_state import random_state, torch_state
 
 RUNS_STEP = ContextVar("RUNS_STEP", default=False)
 """Whether a step runs, and not a hook."""
@@ -183,6 +184,8 @@ def _drawn_from(source: Replayed) -> Any:
         random.seed(seed)
         np.random.seed(seed)
         torch.random.default_generator.manual_seed(seed)
+        if get_accelerator().device_name() != "cpu":
+            get_accelerator().manual_seed(seed)
         before = common_states()
         item = next(source.madpipe_iterator)
         if common_states() != before:
@@ -204,4 +207,4 @@ def key_of(state: Any) -> int:
 
 def common_states() -> tuple[Any, ...]:
     """What tells where Python's, NumPy's and torch's common generators are."""
-    return key_of(random.getstate()), key_of(np.random.get_state()), key_of(torch.get_rng_state())
+    return key_of(random.getstate()), key_of(np.random.get_state()), torch_state()

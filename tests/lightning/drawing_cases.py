@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 import pytorch_lightning as pl
@@ -16,10 +17,12 @@ from pytorch_lightning.callbacks import Callback, LambdaCallback
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from deepspeed_partition.engine.runtime import random_state
 from tests.lightning import lightning_cases as cases
 from tests.lightning.after_fit_cases import Said
 from tests.lightning.lightning_cases import Host
 from tests.lightning.loop_cases import plain, refused, seeded
+from tests.other_device import OtherDevice, rand_on_device
 
 
 class Drawing(nn.Module):
@@ -75,7 +78,37 @@ def alike(host: Host) -> dict[str, Any]:
         host.trainer(strategy={"algorithm": cases.CUT, "warmup_epochs": 0}).fit(module, loader)
         found[name] = module.read
     os.environ.pop("PL_SEED_WORKERS")
+    found["on the device"] = _read_on_device(host)
     return found
+
+
+class DrawingOnDevice(nn.Module):
+    """Draws as dropout does on a GPU, and changes nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0 * rand_on_device(x)
+
+
+class TurnedOnDevice(Turned):
+    """Inputs and labels are turned together on the device, from whose generator its first stage draws, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = nn.Sequential(self.blocks[0], DrawingOnDevice())
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        share = rand_on_device(batch[0])
+        return batch[0] * (1 + share), (batch[1] + int(share > 0.5)) % cases.NUM_CLASSES, batch[2]
+
+
+def _read_on_device(host: Host) -> list[Any]:
+    """Two epochs whose data each rank draws on its device, with the seed that torch gave that: another on each."""
+    pl.seed_everything(0, verbose=False)
+    module, loader = TurnedOnDevice(), DataLoader(Drawn(lambda: 0.25), batch_size=16)
+    OtherDevice().manual_seed(int(os.environ["RANK"]))
+    with patch.object(random_state, "get_accelerator", OtherDevice):
+        host.trainer(strategy={"algorithm": cases.CUT, "warmup_epochs": 0}).fit(module, loader)
+    return module.read
 
 
 class IgnoresOutputs(Callback):

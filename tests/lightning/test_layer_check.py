@@ -15,7 +15,6 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import nn
 from torch.nn import functional as F
-from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
 
@@ -29,6 +28,7 @@ from lightning_madpipe.steps.layer_check import LayerCheck, Verdict
 from lightning_madpipe.steps.step_side_effects import Leftovers
 from lightning_madpipe.steps.what_layers_set import LayerTraces, Left, left_by_code
 from tests.lightning.test_lightning_parts import HalfAPipeline
+from tests.other_device import OtherDevice, rand_on_device
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -458,47 +458,25 @@ def test_what_differs_is_refused_by_its_place(case: str, kind: str) -> None:
     assert "check_layers=False" in found.difference
 
 
-def drawn_on_device(like: torch.Tensor) -> torch.Tensor:
-    """A function that draws on the accelerator, as ``torch.rand(2, device="cuda")`` does."""
-    if has_torch_function_unary(like):
-        return handle_torch_function(drawn_on_device, (like,), like)
-    return torch.rand(2, generator=Device.generator)
-
-
-class Device:
-    """What stands for an accelerator: its generator is another one than the CPU's."""
-
-    generator = torch.Generator().manual_seed(0)
-
-    def device_name(self) -> str:
-        return "cuda"
-
-    def get_rng_state(self) -> torch.Tensor:
-        return self.generator.get_state()
-
-    def set_rng_state(self, state: torch.Tensor) -> None:
-        self.generator.set_state(state)
-
-
 def rarely_left_out_by_device(m: Any, x: torch.Tensor) -> torch.Tensor:
     h = m.a(x)
-    if drawn_on_device(x)[0] > 1e-3:
+    if rand_on_device(x) > 1e-3:
         h = m.b(h)
     return m.c(h)
 
 
 def noisy_on_device(m: Any, x: torch.Tensor) -> torch.Tensor:
-    return m.c(m.b(m.a(x) + drawn_on_device(x).sum()))
+    return m.c(m.b(m.a(x) + rand_on_device(x)))
 
 
 def test_what_is_done_by_rare_numbers_of_a_device_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was said that no number changes what it does, and extreme ones were those of the CPU alone."""
-    monkeypatch.setattr(generator_states, "get_accelerator", Device)
+    monkeypatch.setattr(generator_states, "get_accelerator", OtherDevice)
     found = compare(module_of(rarely_left_out_by_device, names("a b c"))).difference
-    assert found is not None and "draws from torch on cuda (drawn_on_device) at " in found
+    assert found is not None and "draws from torch on cuda (rand_on_device) at " in found
     assert "which no rank does in a pipeline: put the draw" in found
     # What a layer of the list does in the place of forward() is compared by the same numbers.
-    of_layers = lambda m: [m.a, lambda h: h + drawn_on_device(h).sum(), m.b, m.c]  # noqa: E731
+    of_layers = lambda m: [m.a, lambda h: h + rand_on_device(h), m.b, m.c]  # noqa: E731
     assert compare(module_of(noisy_on_device, of_layers)).difference is None
 
 

@@ -361,7 +361,11 @@ def test_collectives_that_no_other_stage_comes_to_are_refused(two: Records, buil
 
 def test_ranks_draw_the_same_data_whatever_their_layers_draw(two: Records) -> None:
     found = two.of("alike")  # the same on every rank
-    assert {name: len(batches) for name, batches in found.items()} == {"workers": 6, "shuffled": 6}
+    assert {name: len(batches) for name, batches in found.items()} == {
+        "workers": 6,
+        "shuffled": 6,
+        "on the device": 6,
+    }
     assert all(len({str(batch) for batch in batches}) == 6 for batches in found.values())
 
 

@@ -19,12 +19,15 @@ import pytest
 import torch
 from torch import nn
 
+from deepspeed_partition.engine.runtime import random_state
+from lightning_madpipe.steps import replayed
 from lightning_madpipe.steps.beside_module import BesideModule
 from lightning_madpipe.steps.own_generators import OwnGenerators
 from lightning_madpipe.steps.reached_objects import MOST_OBJECTS, ReachedObjects
 from lightning_madpipe.steps.recorded_calls import Call, Recorder, merged
 from lightning_madpipe.steps.serialization import packed, unpacked
 from lightning_madpipe.steps.step_side_effects import Leftovers, make_changes, reached_objects
+from tests.other_device import OtherDevice, rand_on_device
 
 
 class Base:
@@ -205,6 +208,31 @@ def test_an_iterator_that_draws_gives_the_first_and_the_last_stage_the_same(capl
         draws.begin()
         with draws.of_step("all", 0, None):
             torch.manual_seed(seed)
+            given.append(module.training_step(None, 0))
+    assert given[0] == given[1]
+    assert "draws from the common random generators" in caplog.text
+
+
+class LoadingOnDevice(Loading):
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = iter(lambda: rand_on_device(torch.zeros(())).item(), None)
+
+
+def test_an_iterator_that_draws_on_a_device_gives_the_first_and_the_last_stage_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """The generator of the CPU alone was seeded for an item, and nothing was said."""
+    for owner in (random_state, replayed):
+        monkeypatch.setattr(owner, "get_accelerator", OtherDevice)
+    given = []
+    for seed in (1, 2):
+        torch.manual_seed(0)
+        module = LoadingOnDevice()
+        draws = OwnGenerators(module, vars(pl.LightningModule()), ValueError)
+        draws.begin()
+        with draws.of_step("all", 0, None):
+            OtherDevice().manual_seed(seed)
             given.append(module.training_step(None, 0))
     assert given[0] == given[1]
     assert "draws from the common random generators" in caplog.text

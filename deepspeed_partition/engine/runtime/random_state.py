@@ -25,9 +25,8 @@ from deepspeed_partition.numpy_state import put_back, state_of
 
 def random_state() -> Callable[[], None]:
     """Return a function that puts every random generator that a layer may draw from back to where it is now."""
-    accelerator = get_accelerator()
     python, numbers, cpu = random.getstate(), state_of(COMMON["numpy.random"]), torch.get_rng_state()
-    device = None if accelerator.device_name() == "cpu" else accelerator.get_rng_state()
+    device = device_state()
     tracked = tracked_states()
 
     def restore() -> None:
@@ -35,10 +34,21 @@ def random_state() -> Callable[[], None]:
         random.setstate(python)
         put_back(COMMON["numpy.random"], numbers)
         torch.set_rng_state(cpu)
-        if device is not None:
-            accelerator.set_rng_state(device)
+        set_device_state(device)
 
     return restore
+
+
+def device_state() -> torch.Tensor | None:
+    """Return where torch's generator of the present device is; None on a CPU, which has no other."""
+    accelerator = get_accelerator()
+    return None if accelerator.device_name() == "cpu" else accelerator.get_rng_state()
+
+
+def set_device_state(state: torch.Tensor | None) -> None:
+    """Put torch's generator of the present device to where :func:`device_state` has found one."""
+    if state is not None:
+        get_accelerator().set_rng_state(state)
 
 
 def drawn_state(layers: Iterable[object]) -> Callable[[], None]:
@@ -71,11 +81,8 @@ def drawn_state(layers: Iterable[object]) -> Callable[[], None]:
 
 def torch_state() -> bytes:
     """Return where torch's generators are, of the CPU and the accelerator: it changes when one is drawn from."""
-    accelerator = get_accelerator()
-    states = [torch.get_rng_state()]
-    if accelerator.device_name() != "cpu":
-        states.append(accelerator.get_rng_state())
-    return b"".join(state.cpu().numpy().tobytes() for state in states)
+    states = torch.get_rng_state(), device_state()
+    return b"".join(state.cpu().numpy().tobytes() for state in states if state is not None)
 
 
 def device_drawn_on(before: bytes, after: bytes) -> str | None:
