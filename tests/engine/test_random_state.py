@@ -1,13 +1,17 @@
-"""States of random generators, put back and compared."""
+"""States of random generators, put back and compared, also of a device."""
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepspeed_partition.engine.pipeline.own_optimizers import why_not_in_parts
+from deepspeed_partition.engine.runtime import random_state as generator_states
 from deepspeed_partition.engine.runtime.random_state import random_state
 from deepspeed_partition.generators import common_marks
 from deepspeed_partition.numpy_state import NumpyState, put_back, state_of
+from tests.other_device import OtherDevice, rand_on_device
 
 NUMPYS = np.random.mtrand._rand
 DRAWS = {
@@ -60,6 +64,25 @@ def test_numpys_state_is_read_as_numpy_tells_it(first, then):
 
 def assert_same(state, other):
     assert state[0] == other[0] and np.array_equal(state[1], other[1]) and state[2:] == other[2:]
+
+
+class Langevin(torch.optim.SGD):
+    """Adds noise that is drawn where the weights are."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for weight in group["params"]:
+                    weight.add_(0.1 * rand_on_device(weight))
+
+
+def test_an_optimizer_that_draws_on_a_device_is_told_what_to_do(monkeypatch):
+    """It was told that a step of a parameter depends on the others, and to use another optimizer."""
+    monkeypatch.setattr(generator_states, "get_accelerator", OtherDevice)
+    optimizer = Langevin([torch.nn.Parameter(torch.ones(3)) for _ in range(2)], lr=0.1)
+    reason = why_not_in_parts(optimizer, flattened=False)
+    assert reason is not None and "Langevin, whose step draws from the common random generators" in reason
 
 
 def test_another_numpy_tells_its_state_itself(monkeypatch):

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepspeed_partition.engine.runtime.random_state import preserved_random_state
+from deepspeed_partition.engine.runtime.random_state import preserved_random_state, torch_state
 
 NUM_STEPS = 32
 """Steps of a trial: an estimate such as that of Prodigy grows slowly, and Shampoo begins after 25 steps."""
@@ -316,9 +316,8 @@ def _refused_collectives() -> Iterator[None]:
 
 
 def _drawn_so_far() -> tuple[Any, ...]:
-    """What changes when something is drawn from the common generators, on whose device parameters are tried."""
-    numbers = numpy.random.get_state(legacy=False)
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(numbers)
+    """What changes when something is drawn from the common generators, also from the one of the device."""
+    return torch_state(), random.getstate(), repr(numpy.random.get_state(legacy=False))
 
 
 def _is_same_at(optimizer: torch.optim.Optimizer, size: float) -> bool:
