@@ -21,7 +21,14 @@ from torch.utils._pytree import tree_map
 
 from deepspeed_partition.engine.runtime.environment import warn_once
 from lightning_madpipe.compat.by_place import goes_by_place
-from lightning_madpipe.compat.elsewhere import TABLES, ElsewhereError, HiddenTensors, Listing, StandIn
+from lightning_madpipe.compat.elsewhere import (
+    TABLES,
+    ElsewhereError,
+    HiddenTensors,
+    Listing,
+    StandIn,
+    device_here,
+)
 from lightning_madpipe.compat.followed_values import RANDOM_OF_TENSORS
 from lightning_madpipe.compat.running_code import OTHERS, asks_for_its_rank, is_logged
 from lightning_madpipe.module import OUTSIDE_A_STEP
@@ -153,7 +160,7 @@ def reached_in_hooks(module: nn.Module, place: str) -> Iterator[None]:
     def absent(tensor: Tensor, refusal: str) -> Absent:
         is_parameter = isinstance(tensor, nn.Parameter)
         form = StandIn.of(tensor, "")._form
-        return Absent.like(form, tensor.device, refusal, is_parameter=is_parameter, hidden=tensor)
+        return Absent.like(form, device_here(tensor), refusal, is_parameter=is_parameter, hidden=tensor)
 
     listing = Listing(module, lambda tensor, _: absent(tensor, NEEDED_HERE))
 

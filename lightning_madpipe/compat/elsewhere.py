@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -76,7 +77,7 @@ class StandIn(Tensor):
     def of(tensor: Tensor, refusal: str) -> StandIn:
         form = torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
         stand_in = torch.Tensor._make_subclass(StandIn, form.detach(), tensor.requires_grad)
-        vars(stand_in).update(_refusal=refusal, _form=form, _place=tensor.device)
+        vars(stand_in).update(_refusal=refusal, _form=form, _place=device_here(tensor))
         return stand_in
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -96,8 +97,8 @@ class StandIn(Tensor):
     ) -> Any:
         if function == _DEVICE:
             return arguments[0]._place
-        if function == _IS_META:
-            return arguments[0]._place.type == "meta"
+        if function in _IS_ON:
+            return arguments[0]._place.type == _IS_ON[function]
         if function in _ITSELF and HiddenTensors.listing is not None:  # in a step, on the way to one of its kind
             return arguments[0]
         if function in _FACTORIES and isinstance(arguments[0], StandIn):
@@ -112,9 +113,15 @@ class StandIn(Tensor):
         raise kind(next(value._refusal for value in _flat(arguments, keywords)))
 
 
+def device_here(tensor: Tensor) -> torch.device:
+    """Where a tensor of another rank would lie here, in one process: on the device, which it is not brought to."""
+    return torch.device(get_accelerator().current_device_name()) if tensor.device.type == "cpu" else tensor.device
+
+
 _GRADIENT = getattr(Tensor.grad, "__get__")  # noqa: B009
 _DEVICE = getattr(Tensor.device, "__get__")  # noqa: B009  of a property, which mypy takes for its value
-_IS_META = getattr(Tensor.is_meta, "__get__")  # noqa: B009
+_IS_ON = {getattr(Tensor, f"is_{kind}").__get__: kind for kind in ("cpu", "cuda", "meta", "mps", "xpu")}
+"""What asks for a kind of device."""
 _ITSELF = frozenset((getattr(Tensor.data, "__get__"), Tensor.detach))  # noqa: B009
 _FACTORIES = frozenset((
     Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor,

@@ -32,6 +32,8 @@ from deepspeed_partition.engine.repartition.parameter_groups import EveryGroup
 from deepspeed_partition.options import Options
 from lightning_madpipe.checkpoint.checkpoint_folders import LoadedFolder
 from lightning_madpipe.checkpoint.layers_on_rank_zero import TensorInfo
+from lightning_madpipe.compat import elsewhere as compat_elsewhere
+from lightning_madpipe.compat.absent_parameters import reached_in_hooks
 from lightning_madpipe.compat.elsewhere import Elsewhere, ElsewhereError
 from lightning_madpipe.compat.unsupported import note_on_validation_within_window, notes_on
 from lightning_madpipe.finding import example_batch
@@ -249,6 +251,21 @@ def test_an_rnn_of_another_rank_can_be_moved_and_not_run() -> None:
     assert list(map(id, rnn._flat_weights)) == list(map(id, rnn._parameters.whole.values()))
     with pytest.raises(ElsewhereError):
         rnn(torch.zeros(2, 1, 12))
+
+
+def test_what_another_rank_has_is_on_the_device_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden weights stay on the CPU, and next(self.parameters()).device was that, in steps of a GPU."""
+    module = Classifier()
+    elsewhere = Elsewhere(module, HalfAPipeline(find_layers(module).layers, held=(3,)))
+    elsewhere.hide()
+    device = SimpleNamespace(current_device_name=lambda: "meta")
+    monkeypatch.setattr(compat_elsewhere, "get_accelerator", lambda: device)
+    assert module.embed.weight.device.type == "meta" and module.embed.weight.new_zeros(3).device.type == "meta"
+    with elsewhere.listed():
+        first = next(module.parameters())
+        assert (first.device.type, first.is_meta, first.is_cuda, first.is_cpu) == ("meta", True, False, False)
+    with reached_in_hooks(module, "a hook"):
+        assert module.embed.weight.device.type == "meta"
 
 
 def test_a_module_that_takes_the_place_of_a_part_is_no_part_of_a_layer() -> None:
