@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 import pytorch_lightning as pl
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric, MaxMetric, MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_madpipe.steps import loss_signs
 from tests.choice import run_chosen
 from tests.lightning import lightning_cases as cases
 from tests.lightning import map_cases
@@ -289,6 +291,23 @@ class Changing(Layers):
         self.log("seen", self.register[1])
         loss = F.cross_entropy(logits, y)
         return loss if self.global_step < 5 else loss + logits.mean(0).square().sum()
+
+
+class Begun(Layers):
+    """A buffer that a hook fills begins a term, in a step that is not tried."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("share", torch.tensor(0.0))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 5:
+            self.share.fill_(1.0)
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        logits = self(x)
+        return F.cross_entropy(logits, y) + self.share * logits.mean(0).square().sum()
 
 
 class Rising(Layers):
@@ -1262,6 +1281,8 @@ def losses(host: Host) -> dict[str, Any]:
             host, Changing, labelled(64), max_epochs=4, accumulate_grad_batches=2
         ),
         "switched on": lambda: fitted(host, SwitchedOn, labelled(54)),
+        "begun": lambda: fitted(host, Begun, labelled(64)),
+        "begun elsewhere": lambda: begun_elsewhere(host),
         "clamped": lambda: fitted(host, Clamped, with_outliers(64), max_epochs=1, batch_size=4),
         "flooded": lambda: fitted(host, Flooded, labelled(64), max_epochs=1, batch_size=4),
         "hinged": lambda: fitted(host, Hinged, labelled(64), max_epochs=1, batch_size=4),
@@ -1299,6 +1320,12 @@ def losses(host: Host) -> dict[str, Any]:
         "clipped": lambda: fitted(host, Contrastive, labelled(54), gradient_clip_val=0.05, strategy={"stage": 1}),
     }
     return run_chosen(runs)
+
+
+def begun_elsewhere(host: Host) -> dict[str, Any]:
+    """As where factors lie on a device, which are read once per batch."""
+    with patch.object(loss_signs, "is_elsewhere", lambda _: True):
+        return fitted(host, Begun, labelled(64))
 
 
 def prepared(host: Host, what: str) -> dict[str, Any]:

@@ -19,16 +19,18 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_partition.raw_states import RawState
-from lightning_madpipe.steps import left_alike
+from lightning_madpipe.steps import left_alike, loss_signs
 from lightning_madpipe.steps.batch_runs import SamplesSelectedError, cut_inputs, dims_of_outputs
 from lightning_madpipe.steps.batches import fingerprint_of, split_batch
 from lightning_madpipe.steps.loss_signs import (
     Attributes,
     ClassWeights,
+    LossGraph,
     Operations,
     UntriedLossError,
     are_in_proportion,
     graph_of,
+    read_operations,
 )
 from lightning_madpipe.steps.losses import (
     MOST_EXTREMES,
@@ -103,6 +105,8 @@ FOUND: dict[str, tuple[bool, list[Any]]] = {
     "accumulated changing": (True, ["samples"]),
     "accumulated flips": (True, ["samples"]),
     "switched on": (True, ["samples"]),
+    "begun": (True, ["samples"]),
+    "begun elsewhere": (True, ["samples"]),
     "clamped": (True, ["samples"]),
     "flooded": (True, ["samples"]),
     "hinged": (True, ["samples"]),
@@ -656,6 +660,73 @@ def test_a_term_that_begins_shows_in_the_graph() -> None:
     assert operations(0.5) == operations(0.7)
     assert not operations(0.5) <= operations(0.0)
     assert not operations(0.5) <= graph_of(outputs.square().mean(), ends).operations
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize(
+    "term",
+    [
+        lambda term, beta: beta * term,
+        lambda term, beta: term * beta.reshape(1),
+        lambda term, beta: (beta * term.expand(3)).sum(),
+        lambda term, beta: beta / term.exp(),
+        lambda term, beta: torch.lerp(torch.zeros(()), term, beta),
+        lambda term, beta: torch.lerp(term, torch.zeros(()), 1 - beta),
+        lambda term, beta: torch.addcmul(term.detach(), beta, term),
+        lambda term, beta: term.masked_fill(beta == 0, 0.0),
+    ],
+)
+def test_a_term_that_begins_shows_wherever_its_weight_is(
+    monkeypatch: pytest.MonkeyPatch, term: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], elsewhere: bool
+) -> None:
+    """A weight on the left of its term was not looked at, and none on a GPU, up to 127 steps."""
+    outputs = torch.randn(4, 3, requires_grad=True) * 1.0
+    monkeypatch.setattr(loss_signs, "is_elsewhere", lambda number: elsewhere)
+
+    def graph(beta: torch.Tensor) -> LossGraph:
+        return graph_of(outputs.square().mean() + term(outputs.mean(0).sum(), beta), [outputs.grad_fn])
+
+    beta = torch.tensor(0.0)
+    zero, half = graph(beta), graph(torch.tensor(0.5))
+    beta.fill_(1.0)  # what a graph says is of the time when it was made
+    assert (read_operations([zero]) == frozenset()) != elsewhere
+    first, second = (each.operations | read_operations([each]) for each in (zero, half))
+    assert not second <= first and not first <= second
+    assert read_operations([zero, half]) == read_operations([zero]) | read_operations([half])
+
+
+@pytest.mark.parametrize("joined", [torch.add, torch.sub])
+def test_a_term_that_begins_by_a_keyword_shows(joined: Callable[..., torch.Tensor]) -> None:
+    outputs = torch.randn(4, 3, requires_grad=True) * 1.0
+    found = [
+        graph_of(joined(outputs.square().mean(), outputs.mean(0).sum(), alpha=alpha), [outputs.grad_fn]).operations
+        for alpha in (0.0, 0.5, 0.7)
+    ]
+    assert found[0] != found[1] == found[2]
+
+
+def test_factors_on_a_device_are_read_behind_the_last_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait for the device in each micro-batch would cost a pipeline its overlap."""
+    steps, beta = UserSteps(pl.LightningModule(), "forward"), torch.tensor(0.0)
+    monkeypatch.setattr(loss_signs, "is_elsewhere", lambda number: number.data_ptr() == beta.data_ptr())
+
+    def run(place: int) -> None:
+        outputs = torch.ones(2, 3, requires_grad=True) * 1.0
+        known: dict[str, Any] = {"step": "training_step", "arguments": (), "batch_seed": 0, "seed": 0}
+        micro_batch = MicroBatch(data=None, size=2, place=place, is_last=place == 1, **known)
+        steps._check_graph(micro_batch, outputs.square().mean() + beta * outputs.sum(), [outputs.grad_fn])
+
+    with pytest.raises(UntriedLossError):  # of all that is known without the device
+        run(0)
+    run(0)
+    with pytest.raises(UntriedLossError):
+        run(1)
+    run(0)
+    run(1)
+    beta.fill_(0.5)
+    run(0)
+    with pytest.raises(UntriedLossError):
+        run(1)
 
 
 @pytest.mark.parametrize(
