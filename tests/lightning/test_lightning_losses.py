@@ -20,7 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_partition.raw_states import RawState
 from lightning_madpipe.steps import left_alike, loss_signs
-from lightning_madpipe.steps.batch_runs import SamplesSelectedError, cut_inputs, dims_of_outputs
+from lightning_madpipe.steps.batch_runs import (
+    BatchRun,
+    SamplesSelectedError,
+    cut_inputs,
+    dims_by_whole,
+    dims_of_outputs,
+)
 from lightning_madpipe.steps.batches import fingerprint_of, split_batch
 from lightning_madpipe.steps.loss_signs import (
     Attributes,
@@ -819,7 +825,38 @@ def test_outputs_are_joined_where_micro_batches_differ() -> None:
     assert dims_of_outputs(even, [4, 4], (1, None)) == (1, None)
     with pytest.raises(ValueError, match="no dimension"):
         dims_of_outputs([(torch.zeros(()),), (torch.ones(()),)], [2, 1], None)
+    with pytest.raises(ValueError, match="no dimension"):
+        dims_of_outputs([(torch.zeros(2, dtype=torch.int64),), (torch.ones(2, dtype=torch.int64),)], [2, 1], None)
     of_one_size = [(torch.zeros(8, 4, 3), torch.zeros(4, 8))] * 2
     assert dims_of_outputs(of_one_size, [4, 4], None) == (1, 0), "the length that is just theirs"
     with pytest.raises(ValueError, match="dimension 1 or 2, which"):
         dims_of_outputs([(torch.zeros(3, 4, 4),)] * 2, [4, 4], None)
+
+
+def test_an_output_without_samples_may_differ_by_rounding() -> None:
+    """Embeddings of a fixed graph, which a GPU adds in any order, were refused as no output of a batch."""
+    nodes = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
+    nodes[0, 0] = torch.nan
+
+    def outputs(other: torch.Tensor, first: torch.Tensor = nodes) -> list[tuple[torch.Tensor, ...]]:
+        return [(torch.zeros(2, 3), first), (torch.zeros(1, 3), other)]
+
+    rounded = nodes + nodes.nan_to_num().abs().max() * torch.finfo(torch.float32).eps
+    assert not torch.equal(rounded.nan_to_num(), nodes.nan_to_num())
+    assert dims_of_outputs(outputs(rounded), [2, 1], None) == (0, None)
+    assert dims_by_whole([torch.zeros(3, 3), rounded], outputs(nodes)[0]) == (0, None)
+    parts: Any = [SimpleNamespace(size=2), SimpleNamespace(size=1)]
+    run = BatchRun(parts, SimpleNamespace(size=3))  # type: ignore[arg-type]
+    for each in outputs(rounded):
+        run.collect(each)
+    assert torch.equal(run.join(None, trains=False)[1].nan_to_num(), nodes.nan_to_num()), "the first one's"
+    half = nodes.nan_to_num().bfloat16()
+    for other, first in (
+        (nodes * (1 + 1e-5), nodes),
+        (nodes.nan_to_num(), nodes),
+        (half.view(torch.int16).add(1).view(torch.bfloat16), half),  # as that of samples may be
+    ):
+        with pytest.raises(ValueError, match="no dimension"):
+            dims_of_outputs(outputs(other, first), [2, 1], None)
+        with pytest.raises(ValueError, match="no dimension"):
+            dims_by_whole([torch.zeros(3, 3), other], outputs(first)[0])
