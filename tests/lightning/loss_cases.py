@@ -320,6 +320,41 @@ class Rising(Layers):
         return F.cross_entropy(logits, y) + share * logits.mean(0).square().sum()
 
 
+def rounded(numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers with as many digits as a GPU gives products, where TF32 is allowed: 10 bits."""
+    if not torch.backends.cudnn.allow_tf32:
+        return numbers
+    bits = numbers.contiguous().view(torch.int32)
+    return ((bits + 0x0FFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
+
+
+class RoundedProduct(torch.autograd.Function):
+    """A product as a GPU computes it in TF32."""
+
+    @staticmethod
+    def forward(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        ctx.right = right
+        return rounded(left) @ rounded(right)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return rounded(gradients[0]) @ rounded(ctx.right).T, None
+
+
+class Perceptual(Layers):
+    """Compares features of the outputs, each sample's with its own."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        generator = torch.Generator().manual_seed(3)
+        weights = [torch.randn(size, generator=generator) for size in ((cases.NUM_CLASSES, 16), (16, 16))]
+
+        def features(values: torch.Tensor) -> torch.Tensor:
+            return RoundedProduct.apply(RoundedProduct.apply(values, weights[0]).relu(), weights[1])
+
+        return F.mse_loss(features(self(x)), features(F.one_hot(y, cases.NUM_CLASSES).float()))
+
+
 class Clamped(Layers):
     """Its loss is clamped, which acts for a sample that has a micro-batch of its own, and not for the batch."""
 
@@ -1415,6 +1450,7 @@ def turned(host: Host) -> dict[str, Any]:
         "drawn for both": drawn_from_common(host, both=True),
         "drawn untried": drawn_untried(host),
         "mix-up": fitted(host, MixUp, labelled(32), max_epochs=1)["found"],
+        "perceptual": fitted(host, Perceptual, labelled(32), max_epochs=1)["found"],
         "mean": fitted(host, Contrastive, labelled(32), max_epochs=1, strategy={"loss": "mean"})["found"],
         "roots": fitted(host, Roots, labelled(32), max_epochs=1)["found"],
         "stopping": stopping(host),

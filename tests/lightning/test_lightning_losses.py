@@ -52,7 +52,7 @@ from lightning_madpipe.steps.losses import (
 )
 from lightning_madpipe.steps.micro_batches import MicroBatch
 from lightning_madpipe.steps.step_side_effects import Change, Place
-from lightning_madpipe.steps.trials import _logs, _results
+from lightning_madpipe.steps.trials import _logs, _passes_rows, _results
 from lightning_madpipe.steps.user_step import UserSteps
 from lightning_madpipe.steps.what_steps_leave import StepTraces, Trace, differences, numbers_of
 from tests.lightning.test_lightning_pipeline import Records, assert_same, records_of
@@ -233,6 +233,26 @@ def test_micro_batches_draw_alike_what_is_drawn_for_a_batch(two: Records) -> Non
     assert validated.startswith("validation_step draws from the common random generators (torch): ")
     both = two.of("turned")["drawn for both"]
     assert both["once"] and len(both["drawn"]) == 2
+
+
+def test_rounding_by_a_gpu_is_no_comparison_of_samples(two: Records) -> None:
+    """Where products and convolutions round to TF32, a loss was said to compare samples: it ran once a batch."""
+    found = two.of("turned")["perceptual"]
+    assert not found["once"] and found["weight"] == ["samples"]
+
+
+def test_inputs_may_differ_by_rounding() -> None:
+    """A product of another number of rows, as of mel filters on a GPU, need not be the same to the last bit."""
+    rows = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+
+    def passes(of_parts: torch.Tensor, whole: torch.Tensor = rows) -> bool:
+        pieces: Any = [SimpleNamespace(passed=(of_parts[:5],)), SimpleNamespace(passed=(of_parts[5:],))]
+        return _passes_rows(cast(Any, SimpleNamespace(passed=(whole,))), pieces, [5, 3])
+
+    assert passes(rows) and passes(rows * (1 + 1e-6)) and passes(rows.bfloat16(), rows.bfloat16())
+    assert not passes(rows - rows.mean()) and not passes(rows * (1 + 1e-4)) and not passes(rows.double())
+    assert not passes((rows * 1.01).bfloat16(), rows.bfloat16()), "as a statistic of the batch may make them"
+    assert not passes(torch.arange(8), torch.arange(1, 9))
 
 
 def test_what_micro_batches_leave_otherwise_on_the_module_is_said_once(two: Records) -> None:
