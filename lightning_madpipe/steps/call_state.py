@@ -33,6 +33,7 @@ from deepspeed_partition.module_hooks import MODULE_HOOKS
 from lightning_madpipe.module import pipeline_of
 from lightning_madpipe.steps.beside_module import BesideModule, CodeSearch
 from lightning_madpipe.steps.ending_contexts import EndingContexts
+from lightning_madpipe.steps.float32_precision import float32_precisions
 from lightning_madpipe.steps.step_side_effects import PLAIN, Change, Leftovers, Place, look, restore
 
 MOST_NUMBERS = 1000
@@ -394,7 +395,7 @@ def torch_modes() -> dict[str, Any]:
     return {
         "torch.autocast": [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in kinds],
         "torch.set_default_dtype": torch.get_default_dtype(),
-        "torch.set_float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "torch.set_float32_matmul_precision": float32_precisions(),
         "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "torch.backends.cudnn": (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
         "torch.nn.attention.sdpa_kernel": (

@@ -2,7 +2,8 @@
 
 - The graph of the loss: a term that begins brings operations, a scalar factor that is no longer 0, or a scalar on
   the other side of a threshold (``loss.clamp(max=8)``), which the steps that were tried had not. It is read where
-  the step of a micro-batch has just run, so that the batch can still be given up and tried.
+  the step of a micro-batch has just run, so that the batch can still be given up and tried. Factors on a device
+  are read behind the last micro-batch, all at once, for that waits for the device.
 - The single numbers that something in that graph is divided by, such as how many samples count: over micro-batches
   they are neither the same nor in proportion to their shares in the loss of the batch.
 - The class weights of a cross-entropy in that graph: they are others than those that were tried, and than those by
@@ -17,6 +18,7 @@ import hashlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -59,17 +61,36 @@ class LossGraph(NamedTuple):
     """The single numbers that something is divided by, as they are met."""
     bends: tuple[str, ...] = ()
     """The nodes that go on otherwise from a threshold on, each with its side, as they are met."""
+    unread: frozenset[tuple[str | Unread, str | Unread]] = frozenset()
+    """Pairs like those of ``operations``, of which a name goes by what is in ``answers``."""
+    answers: Tensor | None = None
+    """Whether the factors on a device are such that a node has another name, on that device."""
+
+
+class Unread(NamedTuple):
+    """A node whose name goes by factors on a device."""
+
+    name: str
+    others: tuple[tuple[str, int], ...]
+    """Names that it has instead, each with the place of the answer by which it has."""
+
+    def named(self, answers: Sequence[bool]) -> str:
+        return next((other for other, place in self.others if answers[place]), self.name)
 
 
 def graph_of(loss: Tensor, ends: Collection[Any]) -> LossGraph:
     """Read what computes ``loss``, down to the nodes ``ends``, which made the outputs of the pipeline."""
-    pairs, class_weights, divisors, bends = set(), [], [], []
-    todo, names = [loss.grad_fn], {loss.grad_fn: _name_of(loss.grad_fn)}
+    class_weights, divisors, bends = [], [], []
+    pairs: set[tuple[str, str]] = set()
+    unread: set[tuple[str | Unread, str | Unread]] = set()
+    answers: list[Tensor] = []
+    todo, names = [loss.grad_fn], {loss.grad_fn: _named(loss.grad_fn, answers)}
     while todo and len(names) < MOST_NODES:
         node: Any = todo.pop()
         if node is None or node in ends:
             continue
-        name = names[node]
+        own = names[node]
+        name = own.name if isinstance(own, Unread) else own
         if kind_of(name.split()[0]) in BENDS:
             bends.append(name)
         if name.startswith("NllLoss") and (weight := _saved(node, "_saved_weight")) is not None:
@@ -80,10 +101,37 @@ def graph_of(loss: Tensor, ends: Collection[Any]) -> LossGraph:
             divisors.append(divisor)
         for following, _ in node.next_functions:
             if following not in names:
-                names[following] = "outputs" if following in ends else _name_of(following)
+                names[following] = "outputs" if following in ends else _named(following, answers)
                 todo.append(following)
-            pairs.add((name, names[following]))
-    return LossGraph(frozenset(pairs), class_weights, divisors, tuple(bends))
+            other = names[following]
+            if isinstance(own, Unread) or isinstance(other, Unread):
+                unread.add((own, other))
+            else:
+                pairs.add((own, other))
+    graph = LossGraph(frozenset(pairs), class_weights, divisors, tuple(bends))
+    if not answers:
+        return graph
+    with _disable_current_modes():
+        stacked = torch.stack([each.to(answers[0].device) for each in answers])
+    return graph._replace(unread=frozenset(unread), answers=stacked)
+
+
+def read_operations(graphs: Sequence[LossGraph]) -> Operations:
+    """The operations of graphs that were left ``unread``, by what factors were when each graph was read."""
+    unread = [(graph.unread, graph.answers) for graph in graphs if graph.answers is not None]
+    if not unread:
+        return frozenset()
+    with _disable_current_modes():
+        # One wait for the device.
+        read = torch.cat([answers.to(unread[0][1].device) for _, answers in unread]).tolist()
+    operations, begin = set(), 0
+    for pairs, answers in unread:
+        own = read[begin : begin + len(answers)]
+        begin += len(answers)
+        for pair in pairs:
+            one, other = (each.named(own) if isinstance(each, Unread) else each for each in pair)
+            operations.add((one, other))
+    return frozenset(operations)
 
 
 def are_in_proportion(divisors: Sequence[Sequence[Tensor]], *shares: Sequence[float]) -> bool:
@@ -114,11 +162,15 @@ def are_in_proportion(divisors: Sequence[Sequence[Tensor]], *shares: Sequence[fl
 
 def _saved(node: Any, name: str) -> Tensor | None:
     """A tensor that a node has kept; None where it has none, or a backward has freed it."""
+    kept = _kept(node, name)
+    return kept if isinstance(kept, Tensor) else None
+
+
+def _kept(node: Any, name: str) -> Any:
     try:
-        kept = getattr(node, name, None)
+        return getattr(node, name, None)
     except RuntimeError:
         return None
-    return kept if isinstance(kept, Tensor) else None
 
 
 class ClassWeights:
@@ -170,12 +222,35 @@ def _is_one(weight: Tensor, other: Tensor) -> bool:
     return weight.data_ptr() == other.data_ptr() and weight.shape == other.shape and weight.dtype == other.dtype
 
 
+def _named(node: Any, answers: list[Tensor]) -> str | Unread:
+    """The name of a node; ``answers`` gets what it goes by on a device."""
+    name, others = _name_of(node), []
+    for attribute, end in FACTORS.get(name, ()):
+        factor = _kept(node, attribute)
+        if factor is None or (isinstance(factor, Tensor) and factor.numel() != 1):
+            continue
+        # A number of Python's is no tensor to modes.
+        with nullcontext() if _get_current_dispatch_mode() is None else _disable_current_modes():
+            if isinstance(factor, Tensor):
+                factor = factor.detach().reshape(())
+            other = f"{name} by {end}"
+            if isinstance(factor, Tensor) and is_elsewhere(factor):
+                others.append((other, len(answers)))
+                answers.append(factor == end)
+            elif factor == end:
+                return other
+    return Unread(name, tuple(others)) if others else name
+
+
+def is_elsewhere(number: Tensor) -> bool:
+    """Whether reading a number waits for a device."""
+    return number.device.type != "cpu"
+
+
 def _name_of(node: Any) -> str:
     if node is None:
         return ""
     name = node.name()
-    if name == "MulBackward0":
-        return f"{name} by 0" if _is_zero(node._saved_other) else name
     if name in SELECTIONS:
         return f"{name} of some" * _is_of_some(node) or name
     side = BENDS.get(kind_of(name))
@@ -221,6 +296,16 @@ DIVISORS = {
     "Div": "_saved_other", "NllLoss": "_saved_total_weight", "NllLoss2D": "_saved_total_weight",
 }  # fmt: skip
 """What a node has kept of what it divides by, by its kind."""
+FACTORS: dict[str, tuple[tuple[str, int], ...]] = {
+    "MulBackward0": (("_saved_self", 0), ("_saved_other", 0)),
+    "DivBackward0": (("_saved_self", 0),),
+    **dict.fromkeys(("AddBackward0", "SubBackward0"), (("_saved_alpha", 0),)),
+    "AddcmulBackward0": (("_saved_tensor1", 0), ("_saved_tensor2", 0), ("_saved_value", 0)),
+    "AddcdivBackward0": (("_saved_tensor1", 0), ("_saved_value", 0)),
+    **dict.fromkeys(("LerpBackward0", "LerpBackward1"), (("_saved_weight", 0), ("_saved_weight", 1))),
+    **dict.fromkeys(("MaskedFillBackward0", "MaskedFillBackward1"), (("_saved_mask", 0),)),
+}
+"""Single numbers that nodes keep, each with the one by which an argument adds nothing to the result."""
 SELECTIONS = frozenset(("IndexBackward0", "MaskedSelectBackward0"))
 BENDS: dict[str, Callable[[Any], str]] = {
     **dict.fromkeys(("Clamp", "ClampMin", "ClampMax"), _of_clamp),
@@ -231,16 +316,6 @@ BENDS: dict[str, Callable[[Any], str]] = {
     "Where": lambda node: _side(node._saved_condition, 1, None),
 }
 """Functions that go on otherwise from a threshold on, by the names of their nodes (torch 2.4 to 2.13)."""
-
-
-def _is_zero(factor: Any) -> bool:
-    """Whether a factor is the number 0, such as the weight of a term that has not begun."""
-    if not isinstance(factor, Tensor) or factor.ndim > 0 or factor.device.type != "cpu":
-        return False
-    if _get_current_dispatch_mode() is None:
-        return not factor
-    with _disable_current_modes():  # a number of Python's is no tensor to them
-        return not factor
 
 
 class Attributes:

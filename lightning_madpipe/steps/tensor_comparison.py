@@ -75,8 +75,12 @@ def equal(left: Tensor, right: Tensor) -> bool:
     return torch.equal(left, right)
 
 
-def close(left: Tensor, right: Tensor, least: float = 0.0) -> bool:
-    """Whether tensors are equal but for rounding, in proportion to the largest value, or to ``least``."""
+def close(left: Tensor, right: Tensor, least: float = 0.0, tolerance: float | None = None) -> bool:
+    """Whether tensors are equal but for rounding, in proportion to the largest value, or to ``least``.
+
+    Args:
+        tolerance: That proportion; None: the one of ``TOLERANCES``.
+    """
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     left, right = as_real(left), as_real(right)
@@ -84,7 +88,8 @@ def close(left: Tensor, right: Tensor, least: float = 0.0) -> bool:
         return equal(left, right)
     if left.numel() == 0 or equal(left, right):
         return True
-    tolerance = TOLERANCES.get(left.dtype, 1e-1)
+    if tolerance is None:
+        tolerance = TOLERANCES.get(left.dtype, 1e-1)
     left, right = left.detach().double(), right.detach().double()
     finite = left.isfinite() & right.isfinite()
     if not bool((finite | (left == right) | (left.isnan() & right.isnan())).all()):

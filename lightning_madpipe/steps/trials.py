@@ -24,6 +24,7 @@ from lightning_madpipe.compat.elsewhere import ElsewhereError
 from lightning_madpipe.module import outside_pipeline
 from lightning_madpipe.steps.batch_numbers import LENGTH, NUMBER, BatchNumbers, Use, Watch, other_answers
 from lightning_madpipe.steps.batch_runs import WAY_OUT, BatchRun, cut_inputs
+from lightning_madpipe.steps.float32_precision import full_precision
 from lightning_madpipe.steps.logged_sizes import told_apart
 from lightning_madpipe.steps.losses import (
     TOLERANCE,
@@ -51,7 +52,7 @@ from lightning_madpipe.steps.step_results import (
     rule_of,
     sizes_logged,
 )
-from lightning_madpipe.steps.tensor_comparison import as_real
+from lightning_madpipe.steps.tensor_comparison import as_real, close
 from lightning_madpipe.steps.user_step import NoLossError, UserSteps
 from lightning_madpipe.steps.what_steps_leave import StepTraces, Trace, differences, has_twins, unlike
 
@@ -116,6 +117,7 @@ def _unknown(kind: Unknown, why: str, **known: Any) -> Finding:
     return Finding(unknown=kind, why_unknown=why, **known)
 
 
+@full_precision()  # TF32 rounds a gradient otherwise where the loss has another factor
 def _compared(
     steps: UserSteps, module: Any, run: BatchRun, joined: tuple[Tensor, ...], is_tuple: bool, tolerance: float
 ) -> Finding:
@@ -486,7 +488,10 @@ def _raised_by_parts(
 
 
 def _passes_rows(whole: Tried, pieces: Sequence[Tried], sizes: Sequence[int]) -> bool:
-    """Whether the inputs of the batch are those of its micro-batches, one after the other."""
+    """Whether the inputs of the batch are those of its micro-batches, one after the other, but for rounding.
+
+    In half precision that may be as much as a statistic of the batch takes from each sample: these are the same.
+    """
     tensors = [*whole.passed, *(tensor for piece in pieces for tensor in piece.passed)]
     if not all(isinstance(tensor, Tensor) for tensor in tensors):
         return False
@@ -497,7 +502,7 @@ def _passes_rows(whole: Tried, pieces: Sequence[Tried], sizes: Sequence[int]) ->
     return all(
         len(own) == len(piece.passed)
         and all(
-            mine.shape == theirs.shape and torch.equal(mine, theirs)
+            close(mine, theirs, tolerance=0.0 if mine.dtype in LOW_PRECISION else TOLERANCE)
             for mine, theirs in zip(own, piece.passed, strict=True)
         )
         for own, piece in zip(rows, pieces, strict=True)

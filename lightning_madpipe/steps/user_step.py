@@ -49,10 +49,12 @@ from lightning_madpipe.steps.loss_signs import (
     Attributes,
     ClassWeights,
     LossGraph,
+    Operations,
     UntriedLossError,
     are_in_proportion,
     graph_of,
     kind_of,
+    read_operations,
 )
 from lightning_madpipe.steps.losses import TOLERANCE, Tried
 from lightning_madpipe.steps.metrics import ToldElsewhere
@@ -207,6 +209,8 @@ class UserSteps:
         self._divisors: list[tuple[MicroBatch, list[Tensor]]] = []
         """What something in the losses of this batch is divided by, by micro-batch."""
         self._times_divided = 0
+        self._graphs: list[LossGraph] = []
+        """Those of the losses of this batch, by micro-batch."""
         self._tried_calls = TriedCalls()
         self._unlike_numbers = UnlikeNumbers()
         self._times_unlike = 0
@@ -530,13 +534,26 @@ class UserSteps:
 
     def _check_graph(self, micro_batch: MicroBatch, loss: Tensor, ends: Collection[Any]) -> None:
         graph = graph_of(loss, ends)
-        if not graph.operations <= self._tried:
-            self._tried |= graph.operations  # tried once, even if the trial fails
-            self._give_up(micro_batch)
+        self._check_operations(micro_batch, graph.operations)
         if self.class_weights.are_others(graph.class_weights):
             self._give_up(micro_batch)
         self._check_sides(micro_batch, graph)
+        self._check_factors(micro_batch, graph)
         self._check_divisors(micro_batch, graph)
+
+    def _check_operations(self, micro_batch: MicroBatch, operations: Operations) -> None:
+        """Give the batch up if its loss has operations that none has that was tried."""
+        if not operations <= self._tried:
+            self._tried |= operations  # tried once, even if the trial fails
+            self._give_up(micro_batch)
+
+    def _check_factors(self, micro_batch: MicroBatch, graph: LossGraph) -> None:
+        """Give the batch up if a factor on a device has let a term of its loss begin or end."""
+        if micro_batch.place == 0:
+            self._graphs = []
+        self._graphs.append(graph)
+        if micro_batch.is_last:  # pipelines would drain if each micro-batch waited for its device
+            self._check_operations(micro_batch, read_operations(self._graphs))
 
     def _check_sides(self, micro_batch: MicroBatch, graph: LossGraph) -> None:
         """Give the batch up if it lies on two sides of a threshold: it is no mean then."""
@@ -933,9 +950,10 @@ class UserSteps:
                 raise NoLossError(why_not or self._wrong_calls(micro_batch.step, returned, len(passed)))
             loss = returned["loss"] if isinstance(returned, Mapping) else returned
             graph = graph_of(loss, ends)
+            operations = graph.operations | read_operations([graph])
             kept = _detached(returned) if micro_batch.keeps_returned else None
             if not is_known:
-                self._tried |= graph.operations
+                self._tried |= operations
                 self._tried_calls.note(calls.made)
                 self._unlike_numbers.add_tried(calls)
                 self.class_weights.note(graph.class_weights)
@@ -952,7 +970,7 @@ class UserSteps:
             log_calls=logged,
             returned=kept,
             seconds=(middle - start, end - middle),
-            operations=frozenset(name for pair in graph.operations for name in pair),
+            operations=frozenset(name for pair in operations for name in pair),
         )
 
     def _loss_or_error(self, outputs: Any, micro_batch: MicroBatch, *, is_behind: bool = False) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 import pytorch_lightning as pl
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric, MaxMetric, MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_madpipe.steps import loss_signs
 from tests.choice import run_chosen
 from tests.lightning import lightning_cases as cases
 from tests.lightning import map_cases
@@ -291,6 +293,23 @@ class Changing(Layers):
         return loss if self.global_step < 5 else loss + logits.mean(0).square().sum()
 
 
+class Begun(Layers):
+    """A buffer that a hook fills begins a term, in a step that is not tried."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("share", torch.tensor(0.0))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 5:
+            self.share.fill_(1.0)
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        logits = self(x)
+        return F.cross_entropy(logits, y) + self.share * logits.mean(0).square().sum()
+
+
 class Rising(Layers):
     """Has a term from the beginning, which is too small to be seen, and no operation begins with it."""
 
@@ -299,6 +318,41 @@ class Rising(Layers):
         logits = self(x)
         share = 1e-12 if self.global_step < 5 else 1.0
         return F.cross_entropy(logits, y) + share * logits.mean(0).square().sum()
+
+
+def rounded(numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers with as many digits as a GPU gives products, where TF32 is allowed: 10 bits."""
+    if not torch.backends.cudnn.allow_tf32:
+        return numbers
+    bits = numbers.contiguous().view(torch.int32)
+    return ((bits + 0x0FFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
+
+
+class RoundedProduct(torch.autograd.Function):
+    """A product as a GPU computes it in TF32."""
+
+    @staticmethod
+    def forward(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        ctx.right = right
+        return rounded(left) @ rounded(right)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return rounded(gradients[0]) @ rounded(ctx.right).T, None
+
+
+class Perceptual(Layers):
+    """Compares features of the outputs, each sample's with its own."""
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        generator = torch.Generator().manual_seed(3)
+        weights = [torch.randn(size, generator=generator) for size in ((cases.NUM_CLASSES, 16), (16, 16))]
+
+        def features(values: torch.Tensor) -> torch.Tensor:
+            return RoundedProduct.apply(RoundedProduct.apply(values, weights[0]).relu(), weights[1])
+
+        return F.mse_loss(features(self(x)), features(F.one_hot(y, cases.NUM_CLASSES).float()))
 
 
 class Clamped(Layers):
@@ -1262,6 +1316,8 @@ def losses(host: Host) -> dict[str, Any]:
             host, Changing, labelled(64), max_epochs=4, accumulate_grad_batches=2
         ),
         "switched on": lambda: fitted(host, SwitchedOn, labelled(54)),
+        "begun": lambda: fitted(host, Begun, labelled(64)),
+        "begun elsewhere": lambda: begun_elsewhere(host),
         "clamped": lambda: fitted(host, Clamped, with_outliers(64), max_epochs=1, batch_size=4),
         "flooded": lambda: fitted(host, Flooded, labelled(64), max_epochs=1, batch_size=4),
         "hinged": lambda: fitted(host, Hinged, labelled(64), max_epochs=1, batch_size=4),
@@ -1299,6 +1355,12 @@ def losses(host: Host) -> dict[str, Any]:
         "clipped": lambda: fitted(host, Contrastive, labelled(54), gradient_clip_val=0.05, strategy={"stage": 1}),
     }
     return run_chosen(runs)
+
+
+def begun_elsewhere(host: Host) -> dict[str, Any]:
+    """As where factors lie on a device, which are read once per batch."""
+    with patch.object(loss_signs, "is_elsewhere", lambda _: True):
+        return fitted(host, Begun, labelled(64))
 
 
 def prepared(host: Host, what: str) -> dict[str, Any]:
@@ -1388,6 +1450,7 @@ def turned(host: Host) -> dict[str, Any]:
         "drawn for both": drawn_from_common(host, both=True),
         "drawn untried": drawn_untried(host),
         "mix-up": fitted(host, MixUp, labelled(32), max_epochs=1)["found"],
+        "perceptual": fitted(host, Perceptual, labelled(32), max_epochs=1)["found"],
         "mean": fitted(host, Contrastive, labelled(32), max_epochs=1, strategy={"loss": "mean"})["found"],
         "roots": fitted(host, Roots, labelled(32), max_epochs=1)["found"],
         "stopping": stopping(host),

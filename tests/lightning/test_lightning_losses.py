@@ -19,16 +19,24 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_partition.raw_states import RawState
-from lightning_madpipe.steps import left_alike
-from lightning_madpipe.steps.batch_runs import SamplesSelectedError, cut_inputs, dims_of_outputs
+from lightning_madpipe.steps import left_alike, loss_signs
+from lightning_madpipe.steps.batch_runs import (
+    BatchRun,
+    SamplesSelectedError,
+    cut_inputs,
+    dims_by_whole,
+    dims_of_outputs,
+)
 from lightning_madpipe.steps.batches import fingerprint_of, split_batch
 from lightning_madpipe.steps.loss_signs import (
     Attributes,
     ClassWeights,
+    LossGraph,
     Operations,
     UntriedLossError,
     are_in_proportion,
     graph_of,
+    read_operations,
 )
 from lightning_madpipe.steps.losses import (
     MOST_EXTREMES,
@@ -44,7 +52,7 @@ from lightning_madpipe.steps.losses import (
 )
 from lightning_madpipe.steps.micro_batches import MicroBatch
 from lightning_madpipe.steps.step_side_effects import Change, Place
-from lightning_madpipe.steps.trials import _logs, _results
+from lightning_madpipe.steps.trials import _logs, _passes_rows, _results
 from lightning_madpipe.steps.user_step import UserSteps
 from lightning_madpipe.steps.what_steps_leave import StepTraces, Trace, differences, numbers_of
 from tests.lightning.test_lightning_pipeline import Records, assert_same, records_of
@@ -103,6 +111,8 @@ FOUND: dict[str, tuple[bool, list[Any]]] = {
     "accumulated changing": (True, ["samples"]),
     "accumulated flips": (True, ["samples"]),
     "switched on": (True, ["samples"]),
+    "begun": (True, ["samples"]),
+    "begun elsewhere": (True, ["samples"]),
     "clamped": (True, ["samples"]),
     "flooded": (True, ["samples"]),
     "hinged": (True, ["samples"]),
@@ -223,6 +233,26 @@ def test_micro_batches_draw_alike_what_is_drawn_for_a_batch(two: Records) -> Non
     assert validated.startswith("validation_step draws from the common random generators (torch): ")
     both = two.of("turned")["drawn for both"]
     assert both["once"] and len(both["drawn"]) == 2
+
+
+def test_rounding_by_a_gpu_is_no_comparison_of_samples(two: Records) -> None:
+    """Where products and convolutions round to TF32, a loss was said to compare samples: it ran once a batch."""
+    found = two.of("turned")["perceptual"]
+    assert not found["once"] and found["weight"] == ["samples"]
+
+
+def test_inputs_may_differ_by_rounding() -> None:
+    """A product of another number of rows, as of mel filters on a GPU, need not be the same to the last bit."""
+    rows = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+
+    def passes(of_parts: torch.Tensor, whole: torch.Tensor = rows) -> bool:
+        pieces: Any = [SimpleNamespace(passed=(of_parts[:5],)), SimpleNamespace(passed=(of_parts[5:],))]
+        return _passes_rows(cast(Any, SimpleNamespace(passed=(whole,))), pieces, [5, 3])
+
+    assert passes(rows) and passes(rows * (1 + 1e-6)) and passes(rows.bfloat16(), rows.bfloat16())
+    assert not passes(rows - rows.mean()) and not passes(rows * (1 + 1e-4)) and not passes(rows.double())
+    assert not passes((rows * 1.01).bfloat16(), rows.bfloat16()), "as a statistic of the batch may make them"
+    assert not passes(torch.arange(8), torch.arange(1, 9))
 
 
 def test_what_micro_batches_leave_otherwise_on_the_module_is_said_once(two: Records) -> None:
@@ -658,6 +688,73 @@ def test_a_term_that_begins_shows_in_the_graph() -> None:
     assert not operations(0.5) <= graph_of(outputs.square().mean(), ends).operations
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize(
+    "term",
+    [
+        lambda term, beta: beta * term,
+        lambda term, beta: term * beta.reshape(1),
+        lambda term, beta: (beta * term.expand(3)).sum(),
+        lambda term, beta: beta / term.exp(),
+        lambda term, beta: torch.lerp(torch.zeros(()), term, beta),
+        lambda term, beta: torch.lerp(term, torch.zeros(()), 1 - beta),
+        lambda term, beta: torch.addcmul(term.detach(), beta, term),
+        lambda term, beta: term.masked_fill(beta == 0, 0.0),
+    ],
+)
+def test_a_term_that_begins_shows_wherever_its_weight_is(
+    monkeypatch: pytest.MonkeyPatch, term: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], elsewhere: bool
+) -> None:
+    """A weight on the left of its term was not looked at, and none on a GPU, up to 127 steps."""
+    outputs = torch.randn(4, 3, requires_grad=True) * 1.0
+    monkeypatch.setattr(loss_signs, "is_elsewhere", lambda number: elsewhere)
+
+    def graph(beta: torch.Tensor) -> LossGraph:
+        return graph_of(outputs.square().mean() + term(outputs.mean(0).sum(), beta), [outputs.grad_fn])
+
+    beta = torch.tensor(0.0)
+    zero, half = graph(beta), graph(torch.tensor(0.5))
+    beta.fill_(1.0)  # what a graph says is of the time when it was made
+    assert (read_operations([zero]) == frozenset()) != elsewhere
+    first, second = (each.operations | read_operations([each]) for each in (zero, half))
+    assert not second <= first and not first <= second
+    assert read_operations([zero, half]) == read_operations([zero]) | read_operations([half])
+
+
+@pytest.mark.parametrize("joined", [torch.add, torch.sub])
+def test_a_term_that_begins_by_a_keyword_shows(joined: Callable[..., torch.Tensor]) -> None:
+    outputs = torch.randn(4, 3, requires_grad=True) * 1.0
+    found = [
+        graph_of(joined(outputs.square().mean(), outputs.mean(0).sum(), alpha=alpha), [outputs.grad_fn]).operations
+        for alpha in (0.0, 0.5, 0.7)
+    ]
+    assert found[0] != found[1] == found[2]
+
+
+def test_factors_on_a_device_are_read_behind_the_last_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait for the device in each micro-batch would cost a pipeline its overlap."""
+    steps, beta = UserSteps(pl.LightningModule(), "forward"), torch.tensor(0.0)
+    monkeypatch.setattr(loss_signs, "is_elsewhere", lambda number: number.data_ptr() == beta.data_ptr())
+
+    def run(place: int) -> None:
+        outputs = torch.ones(2, 3, requires_grad=True) * 1.0
+        known: dict[str, Any] = {"step": "training_step", "arguments": (), "batch_seed": 0, "seed": 0}
+        micro_batch = MicroBatch(data=None, size=2, place=place, is_last=place == 1, **known)
+        steps._check_graph(micro_batch, outputs.square().mean() + beta * outputs.sum(), [outputs.grad_fn])
+
+    with pytest.raises(UntriedLossError):  # of all that is known without the device
+        run(0)
+    run(0)
+    with pytest.raises(UntriedLossError):
+        run(1)
+    run(0)
+    run(1)
+    beta.fill_(0.5)
+    run(0)
+    with pytest.raises(UntriedLossError):
+        run(1)
+
+
 @pytest.mark.parametrize(
     "bent",
     [
@@ -748,7 +845,38 @@ def test_outputs_are_joined_where_micro_batches_differ() -> None:
     assert dims_of_outputs(even, [4, 4], (1, None)) == (1, None)
     with pytest.raises(ValueError, match="no dimension"):
         dims_of_outputs([(torch.zeros(()),), (torch.ones(()),)], [2, 1], None)
+    with pytest.raises(ValueError, match="no dimension"):
+        dims_of_outputs([(torch.zeros(2, dtype=torch.int64),), (torch.ones(2, dtype=torch.int64),)], [2, 1], None)
     of_one_size = [(torch.zeros(8, 4, 3), torch.zeros(4, 8))] * 2
     assert dims_of_outputs(of_one_size, [4, 4], None) == (1, 0), "the length that is just theirs"
     with pytest.raises(ValueError, match="dimension 1 or 2, which"):
         dims_of_outputs([(torch.zeros(3, 4, 4),)] * 2, [4, 4], None)
+
+
+def test_an_output_without_samples_may_differ_by_rounding() -> None:
+    """Embeddings of a fixed graph, which a GPU adds in any order, were refused as no output of a batch."""
+    nodes = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
+    nodes[0, 0] = torch.nan
+
+    def outputs(other: torch.Tensor, first: torch.Tensor = nodes) -> list[tuple[torch.Tensor, ...]]:
+        return [(torch.zeros(2, 3), first), (torch.zeros(1, 3), other)]
+
+    rounded = nodes + nodes.nan_to_num().abs().max() * torch.finfo(torch.float32).eps
+    assert not torch.equal(rounded.nan_to_num(), nodes.nan_to_num())
+    assert dims_of_outputs(outputs(rounded), [2, 1], None) == (0, None)
+    assert dims_by_whole([torch.zeros(3, 3), rounded], outputs(nodes)[0]) == (0, None)
+    parts: Any = [SimpleNamespace(size=2), SimpleNamespace(size=1)]
+    run = BatchRun(parts, SimpleNamespace(size=3))  # type: ignore[arg-type]
+    for each in outputs(rounded):
+        run.collect(each)
+    assert torch.equal(run.join(None, trains=False)[1].nan_to_num(), nodes.nan_to_num()), "the first one's"
+    half = nodes.nan_to_num().bfloat16()
+    for other, first in (
+        (nodes * (1 + 1e-5), nodes),
+        (nodes.nan_to_num(), nodes),
+        (half.view(torch.int16).add(1).view(torch.bfloat16), half),  # as that of samples may be
+    ):
+        with pytest.raises(ValueError, match="no dimension"):
+            dims_of_outputs(outputs(other, first), [2, 1], None)
+        with pytest.raises(ValueError, match="no dimension"):
+            dims_by_whole([torch.zeros(3, 3), other], outputs(first)[0])
