@@ -224,7 +224,7 @@ class _Opening:
         module = self.recording.modules[scope.target]
         if any(vars(module).get(table) for table in MODULE_HOOKS) or hasattr(module, "_orig_mod"):
             return True
-        if scope.recomputed or any(call.recomputed for call in scope.calls) or _recomputes(module):
+        if scope.recomputed or _recomputes_its_own(scope) or _recomputes(module):
             return True
         children = [call for call in scope.calls if call.is_module]
         if self._only_prepares(scope):
@@ -403,6 +403,11 @@ def _passes(template: Template | None, what: Ref | Dimension) -> bool:
 def _is_built_in(module: nn.Module) -> bool:
     own = type(module).__module__
     return own.startswith("torch.nn.") and not isinstance(module, CONTAINERS)
+
+
+def _recomputes_its_own(scope: Call) -> bool:
+    """Whether a module runs modules under ``checkpoint`` with code of its own around them, as transformers' do."""
+    return any(call.recomputed for call in scope.calls) and any(call.in_checkpoint for call in scope.calls)
 
 
 def _recomputes(module: nn.Module) -> bool:

@@ -1070,6 +1070,26 @@ def test_recomputation_of_code_that_is_no_module_is_told(modules, reentrant):
     assert_same(model, layers, [((torch.randn(3, 8, requires_grad=True),), {})])
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_part_that_recomputes_its_modules_is_cut_between_them(reentrant):
+    """It was one layer, as a part of the model, and no layer of it where it is the model."""
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Recomputing(modules=True, reentrant=reentrant)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(x)
+
+    model = Around()
+    layers = layers_as_they_are(model, (torch.randn(3, 8, requires_grad=True),), {})
+    assert len(list(layers)) == 4
+    recomputed = [node.call.target for node in layers.captured.graph.nodes if node.call.recomputed]
+    assert recomputed == [f"net.layers.{place}" for place in range(4)]
+    assert_same(model, layers, [((torch.randn(3, 8, requires_grad=True),), {})])
+
+
 class Spreads(nn.Module):
     """Has a table that its code multiplies by, which is no weight and no buffer."""
 
