@@ -318,7 +318,7 @@ class BesideModule:
         named = {name: owner for name, owner in named_owners(self._module).items() if owner is not self._module}
         if trainer.datamodule is not None:
             named["the data module"] = trainer.datamodule
-        for place, data in enumerate(_data_sets(trainer)):
+        for place, data in enumerate(_data_sets_and_samplers(trainer)):
             named[f"{type(data).__name__}{f' {place}' if place else ''}"] = data
         return {
             name: owner
@@ -330,7 +330,8 @@ class BesideModule:
 _MISSING = object()
 
 
-def _data_sets(trainer: Any) -> Iterator[Any]:
+def _data_sets_and_samplers(trainer: Any) -> Iterator[Any]:
+    """What loaders read: a step may write down there how hard a sample is, by which the next epoch is drawn."""
     loaders = [trainer.train_dataloader, trainer.val_dataloaders, trainer.test_dataloaders]
     seen = set()
     while loaders:
@@ -340,10 +341,12 @@ def _data_sets(trainer: Any) -> Iterator[Any]:
         elif isinstance(loader, dict):
             loaders[:0] = loader.values()
         else:
-            data = getattr(loader, "dataset", None)
-            if data is not None and id(data) not in seen:
-                seen.add(id(data))
-                yield data
+            of_batches = getattr(loader, "batch_sampler", None)
+            samplers = getattr(loader, "sampler", None), of_batches, getattr(of_batches, "sampler", None)
+            for data in (getattr(loader, "dataset", None), *samplers):
+                if data is not None and id(data) not in seen:
+                    seen.add(id(data))
+                    yield data
 
 
 def _size_of(value: Any) -> int:

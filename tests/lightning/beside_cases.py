@@ -9,14 +9,14 @@ import os
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
 import torch
 from pytorch_lightning.callbacks import Callback
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -67,6 +67,19 @@ class Samples(Dataset[Any]):
         return self.data[index]
 
 
+class HardestFirst(Sampler[int]):
+    """Goes by the losses that a step has written down."""
+
+    def __init__(self) -> None:
+        self.losses = torch.arange(54.0)
+
+    def __len__(self) -> int:
+        return len(self.losses)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.losses.argsort(descending=True).tolist())
+
+
 class Keeper(Callback):
     def __init__(self) -> None:
         self.labels: list[int] = []
@@ -114,6 +127,7 @@ class Beside(cases.Classifier):
         data = self.trainer.train_dataloader.dataset
         data.num_told += len(batch[1])
         data.history = [*data.history, int(batch[1].sum())] if len(data.history) < 2 else data.history
+        self.trainer.train_dataloader.sampler.losses[batch_idx] = logits.detach().abs().sum() / 1e6
         return F.cross_entropy(logits, batch[1]) * (TABLE[1] + TABLE[0])
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -133,7 +147,7 @@ def beside_the_module(host: Host) -> dict[str, Any]:
     VAST[:] = 0.0
     LATE[:] = [0.0] * 2000
     recorder, keeper, data = cases.Recorder(), Keeper(), Samples()
-    loader = DataLoader(data, batch_size=16)
+    loader = DataLoader(data, batch_size=16, sampler=HardestFirst())
     strategy = {"loss": "batch", "warmup_steps": 2}
     module = seeded(Beside)
     validation = cases.loader(21, seed=3)
@@ -151,6 +165,7 @@ def beside_the_module(host: Host) -> dict[str, Any]:
         "of the class": Beside.num_told,
         "of the callback": [keeper.labels, keeper.ends],
         "of the data": [data.num_told, data.history],
+        "of the sampler": loader.sampler.losses.tolist(),
     }
 
 
