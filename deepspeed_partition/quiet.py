@@ -17,6 +17,9 @@ USELESS = ("Setting accelerator to CPU. If you have GPU",)
 OUTDATED = (r"`isinstance\(treespec, LeafSpec\)` is deprecated",)
 """Warnings of torch about code of Lightning, which each process repeats."""
 
+WITHOUT_DATA = "Accessing the data pointer of FakeTensor"
+"""A warning of torch, of which a user's function that is recorded without data knows nothing."""
+
 
 def _is_of_use(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith(USELESS)
@@ -29,6 +32,7 @@ def leave_out_useless_lines() -> None:
         of_deepspeed.addFilter(_is_of_use)
     for message in OUTDATED:
         warnings.filterwarnings("ignore", message)
+    warnings.filterwarnings("ignore", WITHOUT_DATA, module=r"deepspeed_partition\.capture\.")
 
 
 @contextlib.contextmanager
