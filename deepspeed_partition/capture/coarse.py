@@ -483,7 +483,7 @@ def runs_again(captured: Captured) -> str:
         if number > 1 and modules[name]._modules and _num_weights(modules[name]) > half:
             return (
                 f"{name} ({type(modules[name]).__name__}) runs {number} times in a step, so that it is one "
-                "layer: call it once, with the samples of all calls, such as torch.cat((a, b))"
+                "layer: where no call needs what another one gives, call it once, with torch.cat((a, b)) for both"
             )
     return ""
 

@@ -5,8 +5,8 @@ in a callback or in the data set is to be on every rank what it is there, and a 
 trace.
 
 Found are the names that the steps' code reads, and that of the program's functions which it calls; the attributes
-of callbacks, of the data module and of the data sets, where a program wrote their classes; what is set on the
-Trainer and in the environment.
+of callbacks, of the data module, of the data sets and of samplers, where a program wrote their classes; those of
+torch's ``WeightedRandomSampler``; what is set on the Trainer and in the environment.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, Literal, cast
 
 import numpy
 from torch import Tensor, nn
+from torch.utils.data import Sampler, WeightedRandomSampler
 from torchmetrics import Metric, MetricCollection
 
 from deepspeed_partition.cached_results import FILLED, OF_LAST_STAGE, OF_WRAPPERS, cache_kept, may_differ
@@ -181,6 +182,11 @@ class BesideModule:
             if _is_data(attributes[key]):
                 yield Place(TRAINER, "beside", key), attributes[key]
 
+    @property
+    def owner_ids(self) -> set[int]:
+        """The identities of callbacks and data, which are looked at wherever they stand."""
+        return set(map(id, self._owners.values()))
+
     def modules(self) -> list[nn.Module]:
         """The modules that the steps' code names and that are no part of the LightningModule, such as a loss."""
         return list({id(value): value for value in self.modules_at().values()}.values())
@@ -234,8 +240,13 @@ class BesideModule:
             return "checksum"
         if isinstance(value, numpy.ndarray) and self._is_close:
             self._say_of_unseen(place, value)
-        is_numbered = isinstance(value, Tensor) or (self._is_close and not isinstance(value, numpy.ndarray))
-        return "versions" if is_numbered else "identity"
+        if isinstance(value, Tensor):
+            return "versions"
+        # The lists of a sampler have a number for each sample.
+        is_order = isinstance(self._owners.get(place.owner), Sampler) and place.name not in self._written
+        return (
+            "versions" if self._is_close and not is_order and not isinstance(value, numpy.ndarray) else "identity"
+        )
 
     def _say_of_unseen(self, place: Place, array: Any) -> None:
         """Say once of an array that a step may write, and that is never looked into."""
@@ -318,16 +329,18 @@ class BesideModule:
         named = {name: owner for name, owner in named_owners(self._module).items() if owner is not self._module}
         if trainer.datamodule is not None:
             named["the data module"] = trainer.datamodule
-        for place, data in enumerate(_data_sets_and_samplers(trainer)):
+        for place, data in enumerate(filter(_is_looked_at, _data_sets_and_samplers(trainer))):
             named[f"{type(data).__name__}{f' {place}' if place else ''}"] = data
-        return {
-            name: owner
-            for name, owner in named.items()
-            if hasattr(owner, "__dict__") and not is_librarys(type(owner))
-        }
+        return {name: owner for name, owner in named.items() if _is_looked_at(owner)}
 
 
 _MISSING = object()
+
+
+def _is_looked_at(owner: Any) -> bool:
+    """Whether steps may change this owner: one of the program, or what draws by weights that a program may set."""
+    is_programs = not is_librarys(type(owner)) or type(owner) is WeightedRandomSampler
+    return is_programs and hasattr(owner, "__dict__")
 
 
 def _data_sets_and_samplers(trainer: Any) -> Iterator[Any]:

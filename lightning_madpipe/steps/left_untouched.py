@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from deepspeed_partition.kept_weights import marks_of
 from lightning_madpipe.module import pipeline_of
 
-FIRST_LOOKS, STRIDE = 4, 17
-"""The values of the weights are compared in the first steps of an epoch or an evaluation, and in each 17th one
-behind them, an odd number, as users do things each 10th or 100th step: torch counts no change of ``weight.data``,
-and an average is the weights themselves at first."""
+FIRST_LOOKS, LOOKS_BETWEEN = 4, 128
+"""The values of the weights are compared in the first steps of an epoch or an evaluation, in the 8th, the 16th and
+so on, and in each 128th: torch counts no change of ``weight.data``, and an average is the weights at first."""
 
 
 class InputTaken(BaseException):
@@ -40,9 +39,9 @@ class LeftUntouched:
     def __init__(self, module: Any, error: Callable[[str], Exception]) -> None:
         self._module, self._error = module, error
         self._looks: dict[str, tuple[Any, int]] = {}
-        """For each step, what runs, and which look at it in that is due."""
-        self._writes: set[str] = set()
-        """The steps that have written weights in a later micro-batch, whose values are compared from then on."""
+        """For each step, what runs, and how often it has been looked at in that."""
+        self._written: set[str] = set()
+        """The weights that steps have written in a later micro-batch: their values are compared from then on."""
 
     @contextmanager
     def by(self, step: str) -> Iterator[None]:
@@ -133,18 +132,18 @@ class LeftUntouched:
             optimizers = self._module.trainer.optimizers
             settings = list(_settings(optimizers))
             weights = dict(self._module.named_parameters())
-            is_close = self._looks_closely(step) or step in self._writes
-            before = marks_of(list(weights.values()), values=is_close)
+            is_close = self._looks_closely(step)
+            looked_at = {name: each for name, each in weights.items() if is_close or name in self._written}
+            before = marks_of(list(weights.values()), values=False)
+            values = [mark[-1] for mark in marks_of(list(looked_at.values()))]
             yield
         changed = [old for old, new in zip(settings, _settings(optimizers), strict=False) if old != new]
         names = [f"{name!r} of parameter group {number} of the optimizer" for number, name, _ in changed]
-        after = marks_of(list(weights.values()), values=is_close)
-        written = [name for name, was, now in zip(weights, before, after, strict=True) if was != now]
-        if is_close:
-            # Those whose values are others now: the same ones may be set again.
-            names += [name for name, was, now in zip(weights, before, after, strict=True) if was[-1] != now[-1]]
-        elif written:
-            self._writes.add(step)
+        after = marks_of(list(weights.values()), values=False)
+        self._written.update(name for name, was, now in zip(weights, before, after, strict=True) if was != now)
+        # Those whose values are others now: the same ones may be set again.
+        values_now = (mark[-1] for mark in marks_of(list(looked_at.values())))
+        names += [name for name, was, now in zip(looked_at, values, values_now, strict=True) if was != now]
         if names:
             raise self._error(
                 f"{step} changes {names[0]} again in the second micro-batch of a batch, and in one process once: "
@@ -158,7 +157,8 @@ class LeftUntouched:
         runs = trainer.current_epoch if step == "training_step" else (trainer.state.stage, trainer.global_step)
         before, number = self._looks.get(step, (None, 0))
         self._looks[step] = runs, number + 1 if runs == before else 1
-        return self._looks[step][1] <= FIRST_LOOKS or self._looks[step][1] % STRIDE == 0
+        number = self._looks[step][1]
+        return number <= FIRST_LOOKS or number & (number - 1) == 0 or number % LOOKS_BETWEEN == 0
 
     def _refuse_weights(
         self, step: str, weights: dict[str, nn.Parameter], before: list[Any], is_close: bool

@@ -95,7 +95,7 @@ def graph_of(loss: Tensor, ends: Collection[Any]) -> LossGraph:
             bends.append(name)
         if name.startswith("NllLoss") and (weight := _saved(node, "_saved_weight")) is not None:
             class_weights.append(weight)
-        divisor = _saved(node, DIVISORS.get(kind_of(name), ""))
+        divisor = _saved(node, DIVISORS.get(kind_of(name.split()[0]), ""))
         # In a cross-entropy that is no mean nothing is divided.
         if divisor is not None and divisor.ndim == 0 and getattr(node, "_saved_reduction", 1) == 1:
             divisors.append(divisor)
@@ -167,6 +167,7 @@ def _saved(node: Any, name: str) -> Tensor | None:
 
 
 def _kept(node: Any, name: str) -> Any:
+    """What a node has kept under a name, such as a tensor or a number."""
     try:
         return getattr(node, name, None)
     except RuntimeError:
@@ -227,18 +228,19 @@ def _named(node: Any, answers: list[Tensor]) -> str | Unread:
     name, others = _name_of(node), []
     for attribute, end in FACTORS.get(name, ()):
         factor = _kept(node, attribute)
-        if factor is None or (isinstance(factor, Tensor) and factor.numel() != 1):
+        if not isinstance(factor, Tensor):
+            if factor == end:
+                return f"{name} by {end}"
+            continue
+        if factor.numel() != 1 or factor.layout is not torch.strided:
             continue
         # A number of Python's is no tensor to modes.
         with nullcontext() if _get_current_dispatch_mode() is None else _disable_current_modes():
-            if isinstance(factor, Tensor):
-                factor = factor.detach().reshape(())
-            other = f"{name} by {end}"
-            if isinstance(factor, Tensor) and is_elsewhere(factor):
-                others.append((other, len(answers)))
-                answers.append(factor == end)
+            if is_elsewhere(factor):
+                others.append((f"{name} by {end}", len(answers)))
+                answers.append(factor.reshape(()) == end)
             elif factor == end:
-                return other
+                return f"{name} by {end}"
     return Unread(name, tuple(others)) if others else name
 
 

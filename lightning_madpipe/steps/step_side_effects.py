@@ -62,6 +62,10 @@ class Place(NamedTuple):
 class Beside(Protocol):
     """What steps may change beside their LightningModule, see ``BesideModule``."""
 
+    @property
+    def owner_ids(self) -> set[int]:
+        """The identities of callbacks and data, which are looked at wherever they stand."""
+
     def places(self) -> Iterator[tuple[Place, Any]]:
         """Every place with its value now."""
 
@@ -157,7 +161,7 @@ class Leftovers:
         self._plain: dict[str, dict[str, Any]] = {}
         """The attributes of each object, by its name, as they were when this began: numbers, texts and other
         values that nothing can change but by setting the attribute anew."""
-        self._known = set(map(id, self.objects.values()))
+        self._known = set(map(id, self.objects.values())) | (set() if beside is None else beside.owner_ids)
         self._metrics: list[Callable[[], None]] = []
         """What puts back the attributes of metrics that stand in containers."""
         self._undoable, self._may_be_undone = undoable, may_be_undone

@@ -253,6 +253,10 @@ def test_inputs_may_differ_by_rounding() -> None:
     assert not passes(rows - rows.mean()) and not passes(rows * (1 + 1e-4)) and not passes(rows.double())
     assert not passes((rows * 1.01).bfloat16(), rows.bfloat16()), "as a statistic of the batch may make them"
     assert not passes(torch.arange(8), torch.arange(1, 9))
+    # A time in seconds, beside which all else is small.
+    centered = torch.cat((rows[:5] - rows[:5].mean(), rows[5:] - rows[5:].mean()))
+    timed = [torch.cat((torch.full((8, 1), 1.7e9), each), 1) for each in (centered, rows - rows.mean())]
+    assert not passes(*timed)
 
 
 def test_what_micro_batches_leave_otherwise_on_the_module_is_said_once(two: Records) -> None:
@@ -406,6 +410,8 @@ def test_a_step_may_divide_by_a_number_while_it_is_measured() -> None:
     with Watching():
         divisors = graph_of((torch.ones(3, requires_grad=True) ** 2).sum() / 2, ()).divisors
         assert len(divisors) == 1 and are_in_proportion([divisors, divisors], [1, 1], [0.5, 0.5])
+    learned = torch.tensor(2.0, requires_grad=True)
+    assert len(graph_of(torch.zeros((), requires_grad=True).abs() / learned, ()).divisors) == 1, "of 0, too"
 
 
 def test_the_number_of_entries_is_told_of_tensors_that_nobody_joins() -> None:

@@ -46,6 +46,7 @@ from deepspeed_partition.engine.repartition.object_states import (
 )
 from deepspeed_partition.engine.repartition.one_memory import Found, Memory, found_in, memories_of
 from deepspeed_partition.engine.repartition.plain_data import (
+    HostTensor,
     checked,
     is_data,
     is_plain,
@@ -614,7 +615,8 @@ def say_what_stays(parts: Iterable[Mapping[str, Mapping[str, Any]]]) -> None:
         if isinstance(value, ObjectState) and value.shown:
             _say_that_it_stays(value.shown, value.kind)
         elif isinstance(value, CopyOfVariable):
-            say_of_copy(value.shown, type(value.value).__name__, value.variable)
+            tensor = value.value.value if isinstance(value.value, HostTensor) else value.value
+            say_of_copy(value.shown, type(tensor).__name__, value.variable)
 
 
 def _say_that_it_stays(shown: str, kind: str) -> None:
