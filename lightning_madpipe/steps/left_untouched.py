@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from deepspeed_partition.kept_weights import marks_of
 from lightning_madpipe.module import pipeline_of
 
-FIRST_LOOKS, LOOKS_BETWEEN = 4, 128
-"""The values of the weights are compared in the first steps of an epoch or an evaluation, in the 8th, the 16th and
-so on, and in each 128th: torch counts no change of ``weight.data``, and an average is the weights at first."""
+FIRST_LOOKS, MANY_LOOKS = 4, 512
+STRIDE, STRIDE_LATER = 17, 127
+"""The values of the weights are compared in the first steps of an epoch or an evaluation, in each 17th then,
+and in each 127th behind many: torch counts no change of ``weight.data``, and an average is the weights at first.
+These are odd, for of the micro-batches of a batch one alone may differ."""
 
 
 class InputTaken(BaseException):
@@ -158,7 +160,7 @@ class LeftUntouched:
         before, number = self._looks.get(step, (None, 0))
         self._looks[step] = runs, number + 1 if runs == before else 1
         number = self._looks[step][1]
-        return number <= FIRST_LOOKS or number & (number - 1) == 0 or number % LOOKS_BETWEEN == 0
+        return number <= FIRST_LOOKS or number % (STRIDE if number < MANY_LOOKS else STRIDE_LATER) == 0
 
     def _refuse_weights(
         self, step: str, weights: dict[str, nn.Parameter], before: list[Any], is_close: bool

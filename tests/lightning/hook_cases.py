@@ -1758,9 +1758,9 @@ def told_of_hooks(host: Host) -> dict[str, Any]:
     run("RateTwiceInOneStage", RateInStep, strategy={**one_stage, "num_micro_batches": 2})
     run("AveragedInOneStage", AveragedInStep, strategy={**one_stage, "num_micro_batches": 2})
     for build in (AveragedLate, AveragedOnceLate, ClampedAlike):
-        arguments = {"strategy": {**one_stage, "num_micro_batches": 2}, "data": cases.loader(320)}
+        arguments = {"strategy": {**one_stage, "num_micro_batches": 2}, "data": cases.loader(640)}
         run(build.__name__, build, **arguments)
-    run("HeadClampedLate", HeadClampedLate, data=cases.loader(320))
+    run("HeadClampedLate", HeadClampedLate, data=cases.loader(640))
     run("RateInOneStage", RateOfStep, strategy={**one_stage, "num_micro_batches": 2})
     run("UnfreezesInOneMicroBatch", UnfreezesInStep, strategy={**one_stage, "num_micro_batches": 1})
     run("ClampedInStep", ClampedInStep, strategy={"warmup_steps": 2})
