@@ -18,6 +18,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Sampler, TensorDataset, WeightedRandomSampler
 
 from deepspeed_partition.engine.runtime import random_state
 from lightning_madpipe.steps import replayed
@@ -318,3 +319,41 @@ def test_a_cache_that_a_step_fills_and_that_may_differ_is_told_of_once(caplog: A
     beside.tell_of_caches("training_step")
     [told] = [line for line in caplog.messages if "keeps results" in line]
     assert "first_of_last() keeps results" in told and "keep them in a dict" in told
+
+
+class InOrder(Sampler[int]):
+    def __init__(self, length: int) -> None:
+        self.order, self.hardness = list(range(length)), [0.0] * length
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order)
+
+
+class Grading(pl.LightningModule):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.trainer.train_dataloader.sampler.hardness[batch_idx] = 1.0
+
+
+def _beside(sampler: Sampler[int]) -> BesideModule:
+    module = Grading()
+    loader = DataLoader(TensorDataset(torch.zeros(len(sampler))), sampler=sampler)
+    module._trainer = trainer = pl.Trainer(logger=False, barebones=True)
+    trainer.fit_loop._combined_loader = SimpleNamespace(iterables=loader, flattened=[loader])
+    beside = BesideModule(module)
+    beside.begin(undoable=True)
+    return beside
+
+
+def test_long_lists_of_a_sampler_are_looked_through_where_steps_name_them() -> None:
+    """A bucketed sampler of a million samples took 5 seconds at each look."""
+    beside = _beside(InOrder(5000))
+    looks = {place.name: beside.look(place, value) for place, value in beside.places() if place.owner == "InOrder"}
+    assert looks == {"order": "identity", "hardness": "versions"}
+
+
+def test_weights_of_torchs_sampler_are_looked_at() -> None:
+    beside = _beside(WeightedRandomSampler([1.0] * 8, 8))
+    assert "weights" in {place.name for place, _ in beside.places() if "WeightedRandomSampler" in place.owner}
