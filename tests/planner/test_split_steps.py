@@ -202,8 +202,8 @@ def test_never_slower_and_within_memory(monkeypatch):
 
 def test_recomputation_micro_batch_by_micro_batch_and_halves_together(monkeypatch):
     """Each alone, and both. Red if ``W`` held no room, or all of it until the end."""
-    pytest.importorskip("ortools")
-    monkeypatch.setattr(micro_batch_step, "MOST_SECONDS", 0.3)
+    # What a constraint program finds depends on how busy the machine is. The rules alone do not.
+    monkeypatch.setattr(micro_batch_step, "MOST_OPERATIONS", 0)
     monkeypatch.setattr(micro_batch_step, "MOST_CHANGES", 40)
     made = in_halves(4)
     platform = Platform(num_devices=4, memory_bytes=4, bandwidth=FREE)
@@ -212,12 +212,12 @@ def test_recomputation_micro_batch_by_micro_batch_and_halves_together(monkeypatc
         {"recompute": "never"}, {"recompute": "never", "split_backward": True}, {"recompute": "micro-batch"},
         {"recompute": "micro-batch", "split_backward": True},
     ):  # fmt: skip
-        plan = make_plan(made, platform, "contiguous", num_micro_batches=8, time_limit_seconds=4, **how)
+        plan = make_plan(made, platform, "contiguous", num_micro_batches=5, time_limit_seconds=20, **how)
         assert replay(plan, made).violations == ()
         assert plan.step_lower_bound_seconds <= plan.step_seconds
         found.append(plan.step_seconds)
-    assert found[:2] == [51, 41]
-    assert found[3] < found[2] < 36  # which is the shortest that treats all alike
+    assert found[:2] == [36, 27]
+    assert found[3] < found[2] < 26  # which is the shortest that treats all alike
     assert {name[0] for order in plan.step.order for name, _ in order} >= set("fFRIW")
 
 
