@@ -37,6 +37,8 @@ Operations = frozenset[tuple[str, str]]
 
 MOST_NODES = 2000
 """Nodes of a graph that are read, from the loss on."""
+MOST_TERMS = 16
+"""Terms of a loss that are joined to a vector, up to which the weights in another one are looked at."""
 MOST_TIMES_NEW = 16
 """How often a number under a new name gives a batch up: steps may have a name for each batch."""
 MOST_VALUES = 16
@@ -104,10 +106,11 @@ def graph_of(loss: Tensor, ends: Collection[Any]) -> LossGraph:
                 names[following] = "outputs" if following in ends else _named(following, answers)
                 todo.append(following)
             other = names[following]
-            if isinstance(own, Unread) or isinstance(other, Unread):
-                unread.add((own, other))
-            else:
-                pairs.add((own, other))
+            for each in (own, *_named_weights(node, following, answers)):
+                if isinstance(each, Unread) or isinstance(other, Unread):
+                    unread.add((each, other))
+                else:
+                    pairs.add((each, other))
     graph = LossGraph(frozenset(pairs), class_weights, divisors, tuple(bends))
     if not answers:
         return graph
@@ -244,6 +247,31 @@ def _named(node: Any, answers: list[Tensor]) -> str | Unread:
     return Unread(name, tuple(others)) if others else name
 
 
+def _named_weights(node: Any, terms: Any, answers: list[Tensor]) -> Iterator[str | Unread]:
+    """Names for a node that weighs terms of a loss by a vector, one for each weight: whether it is 0.
+
+    A set of such names grows by two for each term at the most, in whatever order these begin.
+    """
+    name = _name_of(node)
+    if name not in WEIGHTS or terms is None or terms.name() not in ("StackBackward0", "CatBackward0"):
+        return
+    # Of single numbers. Vectors that are joined, as of samples, are longer.
+    number = len(terms.next_functions)
+    if not 1 < number <= MOST_TERMS or tuple(terms._input_metadata[0].shape) != (number,):
+        return
+    for weights in (_kept(node, attribute) for attribute in WEIGHTS[name]):
+        if weights is None or weights.layout is not torch.strided or tuple(weights.shape) != (number,):
+            continue
+        with nullcontext() if _get_current_dispatch_mode() is None else _disable_current_modes():
+            are_zero = weights.detach() == 0
+            if is_elsewhere(weights):
+                for place, each in enumerate(are_zero.unbind()):
+                    yield Unread(f"{name} at {place}", ((f"{name} by 0 at {place}", len(answers)),))
+                    answers.append(each)
+            else:
+                yield from (f"{name}{' by 0' * zero} at {place}" for place, zero in enumerate(are_zero.tolist()))
+
+
 def is_elsewhere(number: Tensor) -> bool:
     """Whether reading a number waits for a device."""
     return number.device.type != "cpu"
@@ -305,9 +333,12 @@ FACTORS: dict[str, tuple[tuple[str, int], ...]] = {
     "AddcmulBackward0": (("_saved_tensor1", 0), ("_saved_tensor2", 0), ("_saved_value", 0)),
     "AddcdivBackward0": (("_saved_tensor1", 0), ("_saved_value", 0)),
     **dict.fromkeys(("LerpBackward0", "LerpBackward1"), (("_saved_weight", 0), ("_saved_weight", 1))),
+    **dict.fromkeys(("PowBackward0", "PowBackward1"), (("_saved_exponent", 0),)),
     **dict.fromkeys(("MaskedFillBackward0", "MaskedFillBackward1"), (("_saved_mask", 0),)),
 }
 """Single numbers that nodes keep, each with the one by which an argument adds nothing to the result."""
+WEIGHTS = {"MulBackward0": ("_saved_self", "_saved_other"), "DotBackward0": ("_saved_self", "_saved_tensor")}
+"""Vectors that nodes keep, by which terms of a loss may be weighted."""
 SELECTIONS = frozenset(("IndexBackward0", "MaskedSelectBackward0"))
 BENDS: dict[str, Callable[[Any], str]] = {
     **dict.fromkeys(("Clamp", "ClampMin", "ClampMax"), _of_clamp),
