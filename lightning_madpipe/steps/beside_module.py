@@ -171,7 +171,8 @@ class BesideModule:
                 yield place, value
         for owner, of in self._owners.items():
             for key, value in vars(of).items():
-                if _is_data(value):
+                # A function too, such as a transform: that another one is set here is found, and sent or said.
+                if _is_data(value) or isinstance(value, FunctionType | type):
                     yield Place(owner, "beside", key), value
 
         if self._sees_environment:
@@ -243,7 +244,8 @@ class BesideModule:
         if isinstance(value, Tensor):
             return "versions"
         # The lists of a sampler have a number for each sample.
-        is_order = isinstance(self._owners.get(place.owner), Sampler) and place.name not in self._written
+        owner = self._owners.get(place.owner)
+        is_order = isinstance(owner, Sampler) and self._written.isdisjoint((place.name, *_methods_of(type(owner))))
         return (
             "versions" if self._is_close and not is_order and not isinstance(value, numpy.ndarray) else "identity"
         )
@@ -343,6 +345,13 @@ def _is_looked_at(owner: Any) -> bool:
     return is_programs and hasattr(owner, "__dict__")
 
 
+def _methods_of(kind: type) -> set[str]:
+    """The names of the functions that a program has written in a class, by which a step may change its objects."""
+    own = (base for base in kind.__mro__ if not is_librarys(base))
+    members = (member for base in own for member in vars(base).items())
+    return {name for name, value in members if isinstance(value, FunctionType) and not name.startswith("__")}
+
+
 def _data_sets_and_samplers(trainer: Any) -> Iterator[Any]:
     """What loaders read: a step may write down there how hard a sample is, by which the next epoch is drawn."""
     loaders = [trainer.train_dataloader, trainer.val_dataloaders, trainer.test_dataloaders]
@@ -355,7 +364,9 @@ def _data_sets_and_samplers(trainer: Any) -> Iterator[Any]:
             loaders[:0] = loader.values()
         else:
             of_batches = getattr(loader, "batch_sampler", None)
-            samplers = getattr(loader, "sampler", None), of_batches, getattr(of_batches, "sampler", None)
+            samplers = [getattr(loader, "sampler", None), of_batches, getattr(of_batches, "sampler", None)]
+            # Several pipelines have shares of the user's own sampler, which Lightning takes for a data set.
+            samplers += [getattr(getattr(each, "dataset", None), "_sampler", None) for each in samplers]
             for data in (getattr(loader, "dataset", None), *samplers):
                 if data is not None and id(data) not in seen:
                     seen.add(id(data))

@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import numpy
 import pytest
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch import nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset, WeightedRandomSampler
 
@@ -337,8 +338,8 @@ class Grading(pl.LightningModule):
         self.trainer.train_dataloader.sampler.hardness[batch_idx] = 1.0
 
 
-def _beside(sampler: Sampler[int]) -> BesideModule:
-    module = Grading()
+def _beside(sampler: Sampler[int], module: pl.LightningModule | None = None) -> BesideModule:
+    module = Grading() if module is None else module
     loader = DataLoader(TensorDataset(torch.zeros(len(sampler))), sampler=sampler)
     module._trainer = trainer = pl.Trainer(logger=False, barebones=True)
     trainer.fit_loop._combined_loader = SimpleNamespace(iterables=loader, flattened=[loader])
@@ -354,6 +355,37 @@ def test_long_lists_of_a_sampler_are_looked_through_where_steps_name_them() -> N
     assert looks == {"order": "identity", "hardness": "versions"}
 
 
-def test_weights_of_torchs_sampler_are_looked_at() -> None:
-    beside = _beside(WeightedRandomSampler([1.0] * 8, 8))
+class Noting(InOrder):
+    def note_hardness(self, index: int) -> None:
+        self.hardness[index] = 1.0
+
+
+class GradingByMethod(pl.LightningModule):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.trainer.train_dataloader.sampler.note_hardness(batch_idx)
+
+
+def test_long_lists_of_a_sampler_are_looked_through_where_steps_call_its_methods() -> None:
+    beside = _beside(Noting(5000), GradingByMethod())
+    looks = {place.name: beside.look(place, value) for place, value in beside.places() if place.owner == "Noting"}
+    assert looks["hardness"] == "versions"
+
+
+@pytest.mark.parametrize("is_shared", [False, True])  # by several pipelines
+def test_weights_of_torchs_sampler_are_looked_at(is_shared: bool) -> None:
+    sampler: Any = WeightedRandomSampler([1.0] * 8, 8)
+    beside = _beside(DistributedSamplerWrapper(sampler, num_replicas=2, rank=0) if is_shared else sampler)
     assert "weights" in {place.name for place, _ in beside.places() if "WeightedRandomSampler" in place.owner}
+
+
+@pytest.mark.parametrize("before", [None, abs])
+def test_a_function_that_a_step_sets_on_a_sampler_is_bound_and_nothing_is_deleted(before: Any) -> None:
+    """It was sent as the end of the attribute, and other ranks had none."""
+    sampler: Any = InOrder(8)
+    sampler.key = before
+    beside = _beside(sampler)
+    left = Leftovers(Grading(), (), undoable=True, beside=beside)
+    sampler.key = lambda index: -index
+    assert [(str(change.place), change.kind) for change in left.changes()] == [("InOrder.key", "bind")]
+    left.undo()
+    assert sampler.key is before
