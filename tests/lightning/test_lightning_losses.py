@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from array import array
 from collections import deque
@@ -257,6 +258,12 @@ def test_inputs_may_differ_by_rounding() -> None:
     centered = torch.cat((rows[:5] - rows[:5].mean(), rows[5:] - rows[5:].mean()))
     timed = [torch.cat((torch.full((8, 1), 1.7e9), each), 1) for each in (centered, rows - rows.mean())]
     assert not passes(*timed)
+    # Marks of what is missing, and a place that is near zero in the few samples of a micro-batch.
+    missing = rows.masked_fill(rows > 1, float("nan")).masked_fill(rows < -1, -math.inf)
+    assert passes(missing, missing) and passes(missing * (1 + 1e-6), missing)
+    assert not passes(missing * (1 + 1e-4), missing) and not passes(missing, rows)
+    wide = torch.randn(8, 1000, generator=torch.Generator().manual_seed(0))
+    assert passes(wide + 1e-6, wide) and not passes(wide - wide.mean(0), wide)
 
 
 def test_what_micro_batches_leave_otherwise_on_the_module_is_said_once(two: Records) -> None:
@@ -706,6 +713,10 @@ def test_a_term_that_begins_shows_in_the_graph() -> None:
         lambda term, beta: torch.lerp(term, torch.zeros(()), 1 - beta),
         lambda term, beta: torch.addcmul(term.detach(), beta, term),
         lambda term, beta: term.masked_fill(beta == 0, 0.0),
+        lambda term, beta: term.exp() ** beta,
+        lambda term, beta: (torch.stack([torch.ones(()), beta]) * torch.stack([term.exp(), term])).sum(),
+        lambda term, beta: (torch.cat([term.exp()[None], term[None]]) * torch.stack([torch.ones(()), beta])).sum(),
+        lambda term, beta: torch.stack([term, term.exp()]) @ torch.stack([beta, torch.ones(())]),
     ],
 )
 def test_a_term_that_begins_shows_wherever_its_weight_is(
@@ -725,6 +736,21 @@ def test_a_term_that_begins_shows_wherever_its_weight_is(
     first, second = (each.operations | read_operations([each]) for each in (zero, half))
     assert not second <= first and not first <= second
     assert read_operations([zero, half]) == read_operations([zero]) | read_operations([half])
+
+
+def test_weights_of_samples_are_no_terms_of_a_loss() -> None:
+    """Masks are other ones in each batch, and a batch is given up for each new sign."""
+    outputs = torch.randn(4, 3, requires_grad=True) * 1.0
+
+    def operations(weights: list[float]) -> Operations:
+        return graph_of((outputs.mean(1) * torch.tensor(weights)).sum(), [outputs.grad_fn]).operations
+
+    assert operations([1.0, 0.0, 1.0, 1.0]) == operations([0.0, 1.0, 1.0, 0.0])
+    seen: Operations = frozenset()
+    for number in range(16):  # of a loss for each sample, joined: no more signs than two for each
+        weights = torch.tensor([float(number >> place & 1) for place in range(4)])
+        seen |= graph_of((weights * torch.stack([*outputs.mean(1)])).sum(), [outputs.grad_fn]).operations
+    assert len([1 for name, _ in seen if " at " in name]) == 8
 
 
 @pytest.mark.parametrize("joined", [torch.add, torch.sub])
