@@ -196,6 +196,7 @@ def test_what_only_a_spec_knows_stays_on_its_rank(two: Records) -> None:
 
 def test_a_folder_that_lightning_cannot_read_says_what_to_do(two: Records) -> None:
     record = two.of("folders_that_are_not_read")
+    assert two.of("read_where_a_file_is_expected")  # the case that writes the folder of the note
     assert "is not a complete checkpoint of the madpipe strategy" in record["another folder"]
     assert 'MyModule.load_from_checkpoint("best.ckpt")' in record["note"]
 
