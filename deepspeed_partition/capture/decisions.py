@@ -11,8 +11,11 @@ import torch
 from deepspeed_partition.capture.sizes import ShapeError
 
 
-class Overwritten(Exception):
-    """A tensor that was made from sizes alone is changed by one that was not."""
+class Overwritten(BaseException):
+    """A tensor that was made from sizes alone is changed by one that was not.
+
+    No ``except Exception`` of the model's code may stop it.
+    """
 
 
 class Undecided(Exception):

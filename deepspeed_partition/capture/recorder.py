@@ -625,7 +625,7 @@ class Tape:
         try:
             out = self._without_data(scope, module, call(module, *args, **kwargs))
             self._note_draws()
-        except (CaptureError, Overwritten):
+        except CaptureError:
             raise
         except Exception as error:
             out = self._run_alone(scope, module, args, kwargs, error)

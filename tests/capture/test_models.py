@@ -946,3 +946,27 @@ def test_masks_that_are_filled_by_data_keep_nothing_whole(make):
     layers = captured_layers(model, x)
     assert len(layers) == 4
     torch.testing.assert_close(run_in_order(layers, x), model(x))
+
+
+class FillsOrDoubles(nn.Module):
+    """Fills a tensor of numbers with data, or does without where that is not supported."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 2), nn.Linear(2, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        try:
+            scale = torch.tensor([1, x.shape[-1]])
+            scale += (x[0] > 0).long()
+            x = x * scale
+        except Exception:
+            x = x * 2
+        return self.last(x)
+
+
+def test_no_code_of_a_model_stops_a_recording_that_begins_anew():
+    """What a recording raises to begin anew was taken for an error of the model, and the other way was recorded."""
+    model, x = FillsOrDoubles(), torch.randn(3, 4)
+    torch.testing.assert_close(run_in_order(captured_layers(model, x), x), model(x))
