@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -51,6 +51,51 @@ class Checksum(NamedTuple):
 
 
 OTHER = Other()
+_MISSING = object()
+
+
+class LeftForAWhile(NamedTuple):
+    """An attribute that a micro-batch leaves otherwise than the first one, and the last one does not."""
+
+    value: Any
+    number: int
+    """Of the micro-batch, from 1 on."""
+    last: Any
+
+
+class PlainAttributes:
+    """Numbers and texts of a module behind each micro-batch of a batch.
+
+    A mark that a step sets for a part of a batch (``self.skips = not loss.isfinite()``) is overwritten by the next
+    micro-batch, and a hook finds the last one's.
+
+    Args:
+        module: The LightningModule.
+        ignored: Attributes that are not the user's.
+    """
+
+    def __init__(self, module: Any, ignored: Collection[str]) -> None:
+        self._module, self._ignored = module, frozenset(ignored)
+        self._first: dict[str, Any] = {}
+        self._others: dict[str, tuple[Any, int]] = {}
+
+    def note(self, place: int, is_last: bool) -> dict[str, LeftForAWhile]:
+        """Note what there is behind a micro-batch; return, behind the last one, what there was for a while."""
+        table = vars(self._module)
+        now = {key: value for key, value in table.items() if type(value) in PLAIN and key not in self._ignored}
+        if place == 0:
+            self._first, self._others = now, {}
+        for key, value in now.items():
+            first = self._first.get(key, _MISSING)
+            if first is not value and first is not _MISSING and are_others(first, value):
+                self._others.setdefault(key, (value, place + 1))
+        if not is_last:
+            return {}
+        return {
+            key: LeftForAWhile(*other, now[key])
+            for key, other in self._others.items()
+            if key in now and not are_others(self._first[key], now[key])
+        }
 
 
 def is_followed(change: Change) -> bool:

@@ -72,8 +72,9 @@ from lightning_madpipe.steps.written_files import OpenFiles
 
 SKIPPING = (
     "training_step returns None{how}, and a pipeline cannot skip a batch in its step: return the loss times 0 and "
-    "set `self.skips = True` (else False), and in on_before_optimizer_step write `if self.skips: for p in "
-    "self.parameters(): p.grad = None`. With stage=1, bf16 or fp16 momentum and weight decay still change the "
+    "set `self.skips = True` there, in on_train_batch_start `self.skips = False`, and in on_before_optimizer_step "
+    "write `if self.skips: for p in self.parameters(): p.grad = None`. "
+    "With stage=1, bf16 or fp16 momentum and weight decay still change the "
     "weights"
 )
 
@@ -98,6 +99,11 @@ UNLIKE_AGAIN = (
 
 MOST_TIMES_ALIKE = 4
 """How often a batch is given up for what a step leaves at one place."""
+LEFT_FOR_A_WHILE = (
+    "{step} has left self.{name} = {value!r} behind micro-batch {number} of a batch and {last!r} behind the last "
+    "one, which hooks find: one process runs the step once for the batch, and so does "
+    "MadPipeStrategy(loss='batch'). Let later micro-batches not set it back, but on_train_batch_start"
+)
 LEFT_AGAIN = (
     "{times} times {step} has left {names} as no tried batch had, and each was tried: from here on it is compared"
     " where a batch is tried for something else. MadPipeStrategy(loss='batch') runs the step once per batch"
@@ -234,6 +240,8 @@ class UserSteps:
         self._num_samples = 0
         """Samples whose steps have run since then."""
         self._left_first: dict[Place, Any] = {}
+        self._plain = left_alike.PlainAttributes(module, ignored)
+        self._told_left: set[str] = set()
         """What the first micro-batch of this batch has left there."""
         self._times_changed = 0
         self.unsettled: Mapping[str, frozenset[str]] = {}
@@ -640,6 +648,10 @@ class UserSteps:
         if micro_batch.place == 0:
             looked_at = self.before_batch.changes(lambda place, _: place in self._alike) if self._alike else ()
             self._left_first = {change.place: left_alike.shown(change) for change in looked_at}
+        for name, found in self._plain.note(micro_batch.place, micro_batch.is_last).items():
+            if f"self.{name}" not in self._told_left:
+                self._told_left.add(f"self.{name}")
+                self._say(LEFT_FOR_A_WHILE.format(step=micro_batch.step, name=name, **found._asdict()))
         if not micro_batch.is_last:
             return
         changes = self.before_batch.changes()
@@ -693,6 +705,7 @@ class UserSteps:
             size: Samples of the batch.
         """
         told = {*left_out, *(name.partition("[")[0] for name in left_out)}  # also without the key of an item
+        self._told_left |= told
         changes = list(changes)
         self._alike |= {change.place for change in changes if left_alike.is_followed(change)}
         self._alike = {place for place in self._alike if str(place) not in told}

@@ -967,6 +967,6 @@ class FillsOrDoubles(nn.Module):
 
 
 def test_no_code_of_a_model_stops_a_recording_that_begins_anew():
-    """What a recording raises to begin anew was taken for an error of the model, and the other way was recorded."""
+    """What a recording raises to begin anew was taken for an error of the model, whose other way was recorded."""
     model, x = FillsOrDoubles(), torch.randn(3, 4)
     torch.testing.assert_close(run_in_order(captured_layers(model, x), x), model(x))

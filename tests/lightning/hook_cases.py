@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import random
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -1808,6 +1809,26 @@ class Skips(Module):
                 weight.grad = None
 
 
+class SkipsWhatIsInfinite(Skips):
+    """Skips a batch of which one sample has no finite loss."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.skips = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = Module.training_step(self, batch, batch_idx)
+        if torch.isfinite(loss):
+            return loss
+        self.skips = True
+        return 0 * loss if self.is_pipelined else None
+
+
+class SkipsByTheLast(SkipsWhatIsInfinite):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.skips = False
+        return super().training_step(batch, batch_idx)
+
+
 def skipped_batches(host: Host) -> dict[str, Any]:
     record = {}
     for name in ("sgd", "adam"):
@@ -1815,7 +1836,25 @@ def skipped_batches(host: Host) -> dict[str, Any]:
         module.optimizer_name, module.is_pipelined = name, host.pipelined
         trained(host, module)
         record[name] = [weight.tolist() for weight in module.parameters()]
-    return record
+    module = seeded(SkipsWhatIsInfinite)
+    module.is_pipelined = host.pipelined
+    trained(host, module, data=one_infinite())
+    return {**record, "infinite": [weight.tolist() for weight in module.parameters()]}
+
+
+def one_infinite() -> DataLoader:
+    data = cases.samples(64)
+    data.tensors[0][37, 1] = math.inf  # in the second of four micro-batches
+    return DataLoader(data, batch_size=16)
+
+
+def marked_for_a_while(host: Host) -> list[str]:
+    module = seeded(SkipsByTheLast)
+    module.is_pipelined = True
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trained(host, module, data=one_infinite())
+    return [line for line in (str(each.message) for each in told) if "has left self." in line]
 
 
 class Recurrent(nn.Module):
@@ -1873,6 +1912,6 @@ SAME_AS_SINGLE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
     4: [],
 }
 ONLY_PIPELINE: dict[int, list[Callable[[Host], dict[str, Any]]]] = {
-    2: [told_of_hooks, averages_by_pairs, unfreezes_one_memory, kept_by_modules],
+    2: [told_of_hooks, averages_by_pairs, unfreezes_one_memory, kept_by_modules, marked_for_a_while],
     4: [],
 }

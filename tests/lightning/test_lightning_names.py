@@ -264,6 +264,12 @@ def test_hooks_on_all_parameters_train_like_one_process(two: Records, case: str)
     assert_same(two.of(case), two.reference[case])
 
 
+def test_a_mark_that_the_next_micro_batch_overwrites_is_told(two: Records) -> None:
+    """A hook found that of the last micro-batch, stepped with gradients of NaN, and nothing was said."""
+    [told] = [line for rank in two.ranks for line in rank["marked_for_a_while"]]
+    assert "left self.skips = True behind micro-batch 2 of a batch and False behind the last" in told
+
+
 @pytest.mark.parametrize("precision, tolerance", [("flat", 1e-5), ("flat in two pipelines", 1e-5), ("half", 2e-2)])
 def test_what_hooks_write_into_weights_lasts(two: Records, precision: str, tolerance: float) -> None:
     """Under stage=1, bf16 and fp16 the next step, or the end of the run, threw it away, and nothing was said."""
