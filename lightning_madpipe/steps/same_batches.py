@@ -127,7 +127,8 @@ class SameBatches:
                 raise self._lightning.refusal(
                     f"ranks 0 and {rank} of a pipeline read different batches: use the Trainer's own "
                     "distributed sampler (use_distributed_sampler=True), or one that is seeded alike on all "
-                    "ranks, and seed the generators of your own transforms alike, too"
+                    "ranks, and seed the generators of your own transforms alike, too. A hook that draws random "
+                    "numbers on some ranks alone, or for the weights of its rank, needs a generator of its own"
                 )
         differing = [
             name
