@@ -71,8 +71,8 @@ from lightning_madpipe.steps.what_layers_set import LayerTraces
 from lightning_madpipe.steps.written_files import OpenFiles
 
 SKIPPING = (
-    "training_step returns None{how}, and a pipeline cannot skip a batch in its step: return the loss times 0 with "
-    "`self.skips = True`, set it to False in on_train_batch_start, and in on_before_optimizer_step write "
+    "training_step returns None{how}, and a pipeline cannot skip a batch in its step: return the loss times 0 "
+    "with `self.skips = True`, set it to False in on_train_batch_start, and in on_before_optimizer_step write "
     "`if self.skips: for p in self.parameters(): p.grad = None`. With stage=1, bf16 or fp16 momentum and weight "
     "decay still change weights"
 )
