@@ -118,6 +118,7 @@ class LeftUntouched:
                     + ("on some ranks, behind the layers of its micro-batch" if is_cut else "once per micro-batch")
                     + ": freeze and unfreeze in a hook, which runs on every rank, such as on_train_epoch_start or "
                     + ("on_train_batch_start" if is_cut else "on_train_batch_start, or use num_micro_batches=1")
+                    + (", or use a strategy that has the whole model on each device, such as 'ddp'" * is_cut)
                 )
 
     @contextmanager

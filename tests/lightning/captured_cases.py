@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -1862,6 +1863,10 @@ def refused_modules(host: cases.Host) -> dict[str, Any]:
             found[build.__name__] = "not refused"
         except MisconfigurationException as refusal:
             found[build.__name__] = str(refusal)
+    if "FreezesItself" in found:  # each rank names a weight of its own layers
+        found["FreezesItself"] = re.sub(
+            r"requires_grad of \S+", "requires_grad of a weight", found["FreezesItself"]
+        )
     return found
 
 

@@ -57,8 +57,11 @@ def test_dropout_draws_from_the_seed(two: Records) -> None:
         ("KeepsASize", "training_step raises ValueError (Expected input batch_size ("),
         ("KeepsASize", "Let its code take any number of samples, such as len(x) for a size that is kept"),
         # The look at its first call left the weights frozen, so that it was said to have one layer.
-        ("FreezesItself", "training_step uses encoder.0.weight other than by its call of self()"),
-        ("FreezesItself", "needs a strategy that has the whole model on each device, such as 'ddp'"),
+        (
+            "FreezesItself",
+            "training_step sets requires_grad of a weight to False, and in a pipeline a step runs on",
+        ),
+        ("FreezesItself", "or use a strategy that has the whole model on each device, such as 'ddp'"),
         (
             "UnfreezesBackbone",
             "self.backbone.0.0.bias is unfrozen while fit runs, and the layers of this pipeline",
