@@ -51,7 +51,6 @@ class Checksum(NamedTuple):
 
 
 OTHER = Other()
-_MISSING = object()
 
 
 class LeftForAWhile(NamedTuple):
@@ -59,7 +58,7 @@ class LeftForAWhile(NamedTuple):
 
     value: Any
     number: int
-    """Of the micro-batch, from 1 on."""
+    """Which micro-batch of the batch left it, counted from 1."""
     last: Any
 
 
@@ -86,8 +85,7 @@ class PlainAttributes:
         if place == 0:
             self._first, self._others = now, {}
         for key, value in now.items():
-            first = self._first.get(key, _MISSING)
-            if first is not value and first is not _MISSING and are_others(first, value):
+            if key in self._first and are_others(self._first[key], value):
                 self._others.setdefault(key, (value, place + 1))
         if not is_last:
             return {}

@@ -239,9 +239,10 @@ class UserSteps:
         self._num_samples = 0
         """Samples whose steps have run since then."""
         self._left_first: dict[Place, Any] = {}
+        """What the first micro-batch of this batch has left there."""
         self._plain = left_alike.PlainAttributes(module, ignored)
         self._told_left: set[str] = set()
-        """What the first micro-batch of this batch has left there."""
+        """The names of what is known, or was told, to differ by micro-batches."""
         self._times_changed = 0
         self.unsettled: Mapping[str, frozenset[str]] = {}
         """Means, logged or returned, of which nothing that was tried shows how they are merged, each with the
