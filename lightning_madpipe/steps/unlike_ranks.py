@@ -11,6 +11,7 @@ import functools
 import hashlib
 import inspect
 import os
+import sys
 from collections.abc import Container, Iterator, Mapping
 from itertools import takewhile
 from types import CodeType, FunctionType, NoneType
@@ -112,6 +113,22 @@ def where_unlike(first: str, other: str) -> tuple[str, str]:
     return part(first), part(other)
 
 
+def in_words(value: Any) -> str | None:
+    """A value that all ranks write alike if it is the same; None of one that is not compared."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, FunctionType | type):
+        return value.__qualname__
+    if isinstance(value, list | tuple | set | frozenset | dict) and len(value) <= MOST_ITEMS:
+        items = _items_of(value) if isinstance(value, dict) else [*value]
+        words = [in_words(item) for item in items]
+        if all(each is not None for each in words):
+            # The order of texts in a set is each process's own.
+            joined = ", ".join(map(str, sorted(words, key=str) if isinstance(value, set | frozenset) else words))
+            return f"{type(value).__name__}({joined})"
+    return None
+
+
 def layers_that_ask(module: nn.Module, layers: Container[nn.Module]) -> Iterator[str]:
     """A sentence for each class of layers whose code asks for the rank that it runs on.
 
@@ -161,7 +178,7 @@ def _model_of(module: nn.Module) -> Description:
             found[f"self.{name}"] = type(part).__name__
         if type(part).__module__.startswith("torch.nn."):
             for key, value in _set_on(part):
-                if key != "training" and not key.startswith("_") and (words := _in_words(value)) is not None:
+                if key != "training" and not key.startswith("_") and (words := in_words(value)) is not None:
                     found[f"self.{name}.{key}"] = words
     for name, weight in module.named_parameters():
         if not is_lazy(weight):
@@ -203,21 +220,15 @@ def _set_on(part: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _describe(found: Description, name: str, value: Any) -> None:
-    words = _in_words(value)
+    words = in_words(value)
     if words is not None and not (isinstance(value, str) and os.sep in value):  # a file of each rank
         found[name] = words
 
 
-def _in_words(value: Any) -> str | None:
-    """A value that all ranks write alike if it is the same; None of one that is not compared."""
-    if isinstance(value, _PLAIN):
-        return repr(value)
-    if isinstance(value, FunctionType | type):
-        return value.__qualname__
-    if isinstance(value, list | tuple | set | frozenset | dict) and len(value) <= MOST_ITEMS:
-        items = [*value.items()] if isinstance(value, dict) else [*value]
-        words = [_in_words(item) for item in items]
-        if all(each is not None for each in words):
-            joined = ", ".join(str(each) for each in (sorted(words, key=str) if isinstance(value, set) else words))
-            return f"{type(value).__name__}({joined})"
-    return None
+def _items_of(table: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    """What a dict says, without what a class of dicts notes about it under private keys.
+
+    The configurations of diffusers list the settings left to defaults, in the order of a set.
+    """
+    has_notes = type(table).__module__.partition(".")[0] not in sys.stdlib_module_names
+    return [(key, value) for key, value in table.items() if not (has_notes and str(key).startswith("_"))]

@@ -59,7 +59,7 @@ from lightning_madpipe.steps.metrics import copied
 from lightning_madpipe.steps.micro_batches import MicroBatch
 from lightning_madpipe.steps.other_weights import loss_depends_on_weights
 from lightning_madpipe.steps.step_results import result_of, rule_of
-from lightning_madpipe.steps.unlike_ranks import where_unlike
+from lightning_madpipe.steps.unlike_ranks import in_words, where_unlike
 from lightning_madpipe.steps.user_step import UserSteps
 from lightning_madpipe.steps.views_of_weights import told_views
 from tests.lightning.lightning_cases import Classifier, SequentialClassifier, TiedLanguageModel
@@ -1018,6 +1018,22 @@ def test_long_values_are_shown_where_they_begin_to_differ() -> None:
     )
     assert where_unlike("0.1", "1.1") == ("0.1", "1.1")
     assert where_unlike("missing", "x" * 70) == ("missing", f"{'x' * 60}...")
+
+
+def test_values_of_ranks_are_compared_without_the_order_of_a_set() -> None:
+    """A frozen set of texts, and each configuration of diffusers, was told to differ between ranks."""
+
+    class Settings(dict):
+        pass
+
+    for kind in (set, frozenset):
+        assert [*kind((0, 8))] != [*kind((8, 0))]  # equal hashes by the size of the table
+        assert in_words({"a": kind((0, 8))}) == in_words({"a": kind((8, 0))}) != in_words({"a": kind((0, 7))})
+    assert in_words([0, 8]) != in_words([8, 0])  # as an alphabet: each number stands for another letter
+    first, other = (Settings(depth=2, _left_to_defaults=names) for names in (["a", "b"], ["b", "a"]))
+    assert in_words(first) == in_words(other) != in_words(Settings(depth=3))
+    assert in_words(dict(first)) != in_words(dict(other))  # where it may be the program's own key
+    assert in_words({"a": object()}) is None
 
 
 def test_parameters_of_two_layers_in_one_memory_are_refused():
