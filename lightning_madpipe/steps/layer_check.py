@@ -19,14 +19,15 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
+from torchmetrics import SumMetric
 
 from deepspeed_partition.capture.draws import EXTREMES, Draws, is_common, numbers_drawn
 from deepspeed_partition.engine.pipeline.batch_attempt import OUT_OF_MEMORY
@@ -72,6 +73,12 @@ CARRIED = (
     "pipeline_layers(), so that one layer carries it, with num_micro_batches=1"
 )
 
+SETTING = (
+    "{called} of {name} {sets} {place} = {value!r}, and {runs} not run in a pipeline, which runs the layers "
+    "alone: it stays so for all steps. Where it shall change, set it in a hook"
+)
+_OF_TORCHMETRICS = frozenset(vars(SumMetric()))
+
 ALWAYS_THE_SAME = frozenset((
     "clone", "contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda", "detach",
     "view", "view_as", "reshape", "reshape_as", "flatten", "expand_as", "requires_grad_", "retain_grad",
@@ -86,6 +93,19 @@ class LayersDifferError(Exception):
     """What ``forward`` does, in words."""
 
 
+class Setting(NamedTuple):
+    """A text, or None in its place, that ``forward`` sets on a metric of the LightningModule.
+
+    It says how the metric computes, such as a loss of pytorch-forecasting by which distribution, and steps ask for
+    it.
+    """
+
+    metric: str
+    """The metric's name in the module."""
+    name: str
+    value: str | None
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What rank 0 found out."""
@@ -98,6 +118,8 @@ class Verdict:
     """What ``forward`` reads besides its input, outside of the layers."""
     left: tuple[Left, ...] = ()
     """What ``forward`` and the layers set on modules while they run."""
+    settings: tuple[Setting, ...] = ()
+    """How metrics compute from here on."""
 
 
 class LayerCheck:
@@ -158,6 +180,7 @@ class LayerCheck:
         """What ``forward`` does besides, in words: by the place that it sets, or by what it calls."""
         self._set_now: Callable[[], list[Place]] = list
         """The places of the module that are not what they were before ``forward`` ran."""
+        self._set_on_metrics: dict[Place, str | None] = {}
         self._unclear: str | None = None
         """What may end gradients, in words; the comparison of all gradients has to show whether it does."""
 
@@ -209,6 +232,7 @@ class LayerCheck:
             notes=tuple(self._notes),
             reads=tuple(self._reads),
             left=tuple(self._left),
+            settings=tuple(Setting(of.owner, of.name, value) for of, value in self._set_on_metrics.items()),
         )
 
     def _note_reads(self, of_values: Sequence[str]) -> None:
@@ -312,6 +336,7 @@ class LayerCheck:
             self._note_besides()
 
     def _run_forward(self, inputs: Sequence[Tensor], watched: WatchedForward, stack: ExitStack) -> Any:
+        had = {name: dict(vars(metric)) for name, metric in metrics_of(self._module).items()}
         before, within = self._traces(), Leftovers(nn.ModuleList(self._existing), vars(nn.Module()), undoable=True)
 
         def put_back() -> None:
@@ -364,14 +389,21 @@ class LayerCheck:
                 self._notes.append(CARRIED.format(name=self._name, places=some(carried)))
             said_already = collected.union(carried)
             for place in changed:
-                if str(place) not in said_already:
-                    metric = counting.get(place.owner)
+                metric = counting.get(place.owner)
+                if metric is not None and _says_how(vars(metric), had[place.owner], place.name):
+                    self._set_on_metrics[place] = vars(metric)[place.name]
+                elif str(place) not in said_already:
                     what = str(place) if metric is None else named_with_class(place.owner, metric)
                     besides[place] = f"{verb(self._called, 'sets' if metric is None else 'updates')} {what}"
             self._besides = besides
 
     def _note_besides(self) -> None:
         """Note what ``forward`` does besides, and no layer does where it runs in the list."""
+        sets, runs = verb(self._called, "sets"), verb(self._called, "is")
+        self._notes += [
+            SETTING.format(called=self._called, name=self._name, sets=sets, place=place, value=value, runs=runs)
+            for place, value in self._set_on_metrics.items()
+        ]
         told = list(dict.fromkeys(self._besides.values()))
         if told:
             self._notes.append(
@@ -625,6 +657,7 @@ class LayerCheck:
             ) from error
         for place in self._set_now():
             self._besides.pop(place, None)
+            self._set_on_metrics.pop(place, None)
         ours = Passed.of(sequence)
         other_numbers = after != _random_numbers()
         gap = first_gap_in_words(ours.values, theirs.values)
@@ -796,3 +829,8 @@ def _as_passed(leaves: Sequence[Tensor]) -> Any:
 def _leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
     leaf = tensor.detach().clone()
     return leaf.requires_grad_(requires_grad and (leaf.is_floating_point() or leaf.is_complex()))
+
+
+def _says_how(now: Mapping[str, Any], before: Mapping[str, Any], name: str) -> bool:
+    """Whether an attribute of a metric is a text, or None in its place, by which it may choose how it computes."""
+    return name not in _OF_TORCHMETRICS and all(isinstance(each.get(name), str | None) for each in (now, before))

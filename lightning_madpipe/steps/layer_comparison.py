@@ -37,7 +37,7 @@ from lightning_madpipe.steps.batch_runs import BatchRun, as_tuple
 from lightning_madpipe.steps.batches import some_of
 from lightning_madpipe.steps.captured_check import CapturedCheck
 from lightning_madpipe.steps.ending_contexts import run_within
-from lightning_madpipe.steps.forward_reads import ForwardWatch, Read
+from lightning_madpipe.steps.forward_reads import ForwardWatch
 from lightning_madpipe.steps.layer_check import LayerCheck, Verdict
 from lightning_madpipe.steps.layer_settings import LayerSettings
 from lightning_madpipe.steps.layer_writes import Found, LayerWrites
@@ -160,7 +160,9 @@ class LayerComparison:
         few = self._few_of(run, as_tuple(inputs))
         with self._steps.rehearsal():
             sizes = [micro_batch.size for micro_batch in run.micro_batches]
-            reads = self._agreed_reads(as_tuple(inputs), sizes, changed, few)
+            verdict = self._agreed(as_tuple(inputs), sizes, changed, few)
+        for setting in verdict.settings:
+            vars(self._module.get_submodule(setting.metric))[setting.name] = setting.value
         state = self._state
         if state not in self._watches:
             captured = self._pipeline.call_of_module.captured
@@ -168,7 +170,7 @@ class LayerComparison:
             self._watches[state] = ForwardWatch(
                 self._module, lambda: self._trainer.current_epoch, announce, called
             )
-        self._watches[state].begin(reads)
+        self._watches[state].begin(verdict.reads)
 
     def look_at_writes(self, run: BatchRun) -> None:
         """Look what layers change outside of themselves, and the step of a batch or a hook reads. Collective.
@@ -212,10 +214,10 @@ class LayerComparison:
         engine = self._engine
         return torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else None
 
-    def _agreed_reads(
+    def _agreed(
         self, arguments: Sequence[Any], sizes: Sequence[int], changed: Sequence[str], few: FewSamples | None
-    ) -> Sequence[Read]:
-        """What ``forward`` reads besides its input, as rank 0 finds it when it compares; every rank hears it.
+    ) -> Verdict:
+        """What rank 0 finds when it compares; every rank hears it.
 
         Weights of other ranks' layers are there as they were when these left rank 0: for the comparison any do.
         """
@@ -258,7 +260,7 @@ class LayerComparison:
             if note not in self._noted:
                 self._lightning.warn(note)
         self._noted.update(notes)
-        return verdict.reads
+        return verdict
 
     def _drawing(self, found: Sequence[str]) -> list[str]:
         """What draws in the layers, in the user's words, but for what was told of."""

@@ -17,6 +17,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Sampler, Subset, random_split
+from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from tests.choice import is_chosen
@@ -1630,6 +1631,39 @@ def in_place(host: cases.Host) -> dict[str, Any]:
     return trained(host, InPlace, cases.loader(NUM_SAMPLES))
 
 
+class Distance(Metric):
+    """A loss that computes as ``forward`` has set, as the distributions of pytorch-forecasting do."""
+
+    def update(self) -> None:
+        raise NotImplementedError
+
+    def compute(self) -> None:
+        raise NotImplementedError
+
+    def of(self, difference: torch.Tensor) -> torch.Tensor:
+        return difference.abs().mean() if self.kind == "abs" else difference.square().mean()
+
+
+class SetsItsLoss(OtherOrder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.new, self.other = Distance(), Distance()
+        self.other.kind = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        self.new.kind, self.other.kind = None, "abs"
+        return super().forward(x) + x
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        outputs = self(batch[0])
+        return self.new.of(outputs) + self.other.of(outputs)
+
+
+def loss_set_in_forward(host: cases.Host) -> dict[str, Any]:
+    """An AttributeError where ``__init__`` sets nothing, and another loss where it sets something else."""
+    return trained(host, SetsItsLoss, cases.loader(NUM_SAMPLES))
+
+
 def rate_in_step(host: cases.Host) -> dict[str, Any]:
     """``'list' object has no attribute 'param_groups'`` was all that was said."""
     return trained(host, RateInStep, cases.loader(NUM_SAMPLES))
@@ -1952,6 +1986,7 @@ SAME_AS_SINGLE: dict[int, list[Callable[[cases.Host], dict[str, Any]]]] = {
         stateful,
         in_place,
         rate_in_step,
+        loss_set_in_forward,
         copies_that_leave,
         own_generators,
         data_that_counts,

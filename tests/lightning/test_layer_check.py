@@ -386,6 +386,10 @@ SAME: dict[str, tuple[Callable[..., Any], Callable[[Any], list[Any]]]] = {
         lambda m, x: (m.mean(x.detach().mean()), m.mean(1.0), m.c(m.b(m.a(x))))[2],
         names("a b c"),
     ),
+    "how a metric computes": (
+        lambda m, x: (setattr(m.mean, "kind", "abs"), m.c(m.b(m.a(x))))[1],
+        names("a b c"),
+    ),
 }
 
 SAID = {
@@ -396,6 +400,7 @@ SAID = {
     "an own generator that nobody needs": "draws from torch (rand) at ",
     "traces": "calls self.log(), sets self.",
     "a metric that counts": "also updates self.mean (MeanMetric), and is not run in a pipeline",
+    "how a metric computes": "sets self.mean.kind = 'abs', and is not run in a pipeline, which runs the layers",
 }
 """What is said although nothing differs."""
 
