@@ -56,7 +56,7 @@ from other_kinds import OTHER_KINDS
 from passers_by import PASSERS_BY
 from single_modules import SINGLE_MODULES
 
-LIMIT_SECONDS, SECONDS_EACH = 120, 30
+LIMIT_SECONDS, SECONDS_EACH = 240, 30
 """The seconds for the start of a job, and for each script in it, when the machine is busy."""
 
 UVA, EXAMPLES = "Lightning-AI+tutorials/course_UvA-DL", "Lightning-AI+pytorch-lightning/examples/pytorch"
