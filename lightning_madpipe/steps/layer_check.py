@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
-from torchmetrics import SumMetric
+from torchmetrics import Metric, SumMetric
 
 from deepspeed_partition.capture.draws import EXTREMES, Draws, is_common, numbers_drawn
 from deepspeed_partition.engine.pipeline.batch_attempt import OUT_OF_MEMORY
@@ -75,9 +75,10 @@ CARRIED = (
 
 SETTING = (
     "{called} of {name} {sets} {place} = {value!r}, and {runs} not run in a pipeline, which runs the layers "
-    "alone: it stays so for all steps. Where it shall change, set it in a hook"
+    "alone: it is so for all batches of {mode}. Where it shall change, set it in a hook"
 )
 _OF_TORCHMETRICS = frozenset(vars(SumMetric()))
+"""Attributes that every metric has."""
 
 ALWAYS_THE_SAME = frozenset((
     "clone", "contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda", "detach",
@@ -119,7 +120,7 @@ class Verdict:
     left: tuple[Left, ...] = ()
     """What ``forward`` and the layers set on modules while they run."""
     settings: tuple[Setting, ...] = ()
-    """How metrics compute from here on."""
+    """How metrics compute in this mode."""
 
 
 class LayerCheck:
@@ -181,6 +182,7 @@ class LayerCheck:
         self._set_now: Callable[[], list[Place]] = list
         """The places of the module that are not what they were before ``forward`` ran."""
         self._set_on_metrics: dict[Place, str | None] = {}
+        """What ``forward`` sets on metrics by which these compute."""
         self._unclear: str | None = None
         """What may end gradients, in words; the comparison of all gradients has to show whether it does."""
 
@@ -390,7 +392,7 @@ class LayerCheck:
             said_already = collected.union(carried)
             for place in changed:
                 metric = counting.get(place.owner)
-                if metric is not None and _says_how(vars(metric), had[place.owner], place.name):
+                if metric is not None and _says_how(metric, had.get(place.owner), place):
                     self._set_on_metrics[place] = vars(metric)[place.name]
                 elif str(place) not in said_already:
                     what = str(place) if metric is None else named_with_class(place.owner, metric)
@@ -399,10 +401,12 @@ class LayerCheck:
 
     def _note_besides(self) -> None:
         """Note what ``forward`` does besides, and no layer does where it runs in the list."""
-        sets, runs = verb(self._called, "sets"), verb(self._called, "is")
+        words = {
+            "called": self._called, "name": self._name, "sets": verb(self._called, "sets"),
+            "runs": verb(self._called, "is"), "mode": "training" if self._mode else "evaluation",
+        }  # fmt: skip
         self._notes += [
-            SETTING.format(called=self._called, name=self._name, sets=sets, place=place, value=value, runs=runs)
-            for place, value in self._set_on_metrics.items()
+            SETTING.format(place=place, value=value, **words) for place, value in self._set_on_metrics.items()
         ]
         told = list(dict.fromkeys(self._besides.values()))
         if told:
@@ -831,6 +835,13 @@ def _leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
     return leaf.requires_grad_(requires_grad and (leaf.is_floating_point() or leaf.is_complex()))
 
 
-def _says_how(now: Mapping[str, Any], before: Mapping[str, Any], name: str) -> bool:
-    """Whether an attribute of a metric is a text, or None in its place, by which it may choose how it computes."""
-    return name not in _OF_TORCHMETRICS and all(isinstance(each.get(name), str | None) for each in (now, before))
+def _says_how(metric: Metric, before: Mapping[str, Any] | None, place: Place) -> bool:
+    """Whether an attribute of a metric is a text, or None in its place, by which it may choose how it computes.
+
+    Args:
+        before: The metric's attributes when ``forward`` began; None for one that it has made.
+    """
+    if before is None or place.kind != "attribute" or place.name not in vars(metric):
+        return False
+    values = vars(metric)[place.name], before.get(place.name)
+    return place.name not in _OF_TORCHMETRICS and all(isinstance(value, str | None) for value in values)

@@ -104,6 +104,9 @@ class LayerComparison:
         self._watches: dict[Any, ForwardWatch] = {}
         """What ``forward`` reads, by the mode of the module and the call that the layers run."""
 
+        self._set_on_metrics: dict[Any, dict[tuple[str, str], str | None]] = {}
+        """How metrics compute, by the same; each by the metric's name and its attribute."""
+
     @property
     def is_due(self) -> bool:
         """Whether the layers have not been compared in the mode that the module has now."""
@@ -161,9 +164,10 @@ class LayerComparison:
         with self._steps.rehearsal():
             sizes = [micro_batch.size for micro_batch in run.micro_batches]
             verdict = self._agreed(as_tuple(inputs), sizes, changed, few)
-        for setting in verdict.settings:
-            vars(self._module.get_submodule(setting.metric))[setting.name] = setting.value
         state = self._state
+        settings = {(metric, name): value for metric, name, value in verdict.settings}
+        self._set_on_metrics.setdefault(state, {}).update(settings)
+        self.set_on_metrics()
         if state not in self._watches:
             captured = self._pipeline.call_of_module.captured
             called = None if captured is None else captured.now.called.replace("the modules of ", "")
@@ -171,6 +175,11 @@ class LayerComparison:
                 self._module, lambda: self._trainer.current_epoch, announce, called
             )
         self._watches[state].begin(verdict.reads)
+
+    def set_on_metrics(self) -> None:
+        """Set on metrics what ``forward`` does in the mode that the module has now."""
+        for (metric, name), value in self._set_on_metrics.get(self._state, {}).items():
+            vars(self._module.get_submodule(metric))[name] = value
 
     def look_at_writes(self, run: BatchRun) -> None:
         """Look what layers change outside of themselves, and the step of a batch or a hook reads. Collective.

@@ -506,6 +506,7 @@ class BatchRunner:
                 self._comparison.compare(inputs, run, [])
             self._comparison.look_at_writes(run)
             self._rehearsed.add(key)
+        self._comparison.set_on_metrics()
         return run
 
     def _inputs_of_first(self, run: BatchRun) -> Any:

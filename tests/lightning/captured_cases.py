@@ -1651,12 +1651,15 @@ class SetsItsLoss(OtherOrder):
         self.other.kind = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        self.new.kind, self.other.kind = None, "abs"
+        self.new.kind, self.other.kind = None, "abs" if self.training else "square"
         return super().forward(x) + x
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         outputs = self(batch[0])
         return self.new.of(outputs) + self.other.of(outputs)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.other.of(self(batch[0])))
 
 
 def loss_set_in_forward(host: cases.Host) -> dict[str, Any]:

@@ -45,6 +45,8 @@ class Net(pl.LightningModule):
         self.new = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
         self.counts, self.seen = 0, []
         self.own, self.mean = Noise(), MeanMetric()
+        self.mean.note = "of a program"  # type: ignore[assignment]
+        self.mean.register_buffer("number", torch.zeros(()))
         self.counter, self.sum = Counter(), Sum()
         self.turns, self.rng = itertools.cycle([1, 0]), random.Random(0)
 
@@ -194,6 +196,12 @@ def straight_through(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 def plain(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.c(m.b(m.a(x)))
+
+
+def forgets(metric: MeanMetric) -> None:
+    """Without an attribute that it had, and with a buffer that counts."""
+    vars(metric).pop("note")
+    metric.get_buffer("number").add_(1)
 
 
 def names(text: str) -> Callable[[Any], list[Any]]:
@@ -386,6 +394,10 @@ SAME: dict[str, tuple[Callable[..., Any], Callable[[Any], list[Any]]]] = {
         lambda m, x: (m.mean(x.detach().mean()), m.mean(1.0), m.c(m.b(m.a(x))))[2],
         names("a b c"),
     ),
+    "a metric that forgets, and a buffer of it": (
+        lambda m, x: (forgets(m.mean), m.c(m.b(m.a(x))))[1],
+        names("a b c"),
+    ),
     "how a metric computes": (
         lambda m, x: (setattr(m.mean, "kind", "abs"), m.c(m.b(m.a(x))))[1],
         names("a b c"),
@@ -400,6 +412,7 @@ SAID = {
     "an own generator that nobody needs": "draws from torch (rand) at ",
     "traces": "calls self.log(), sets self.",
     "a metric that counts": "also updates self.mean (MeanMetric), and is not run in a pipeline",
+    "a metric that forgets, and a buffer of it": "also updates self.mean (MeanMetric), and is not run",
     "how a metric computes": "sets self.mean.kind = 'abs', and is not run in a pipeline, which runs the layers",
 }
 """What is said although nothing differs."""
