@@ -103,7 +103,6 @@ class LayerComparison:
         self._writing = LayerWriting(lambda: pipeline.elsewhere.inside)
         self._watches: dict[Any, ForwardWatch] = {}
         """What ``forward`` reads, by the mode of the module and the call that the layers run."""
-
         self._set_on_metrics: dict[Any, dict[tuple[str, str], str | None]] = {}
         """How metrics compute, by the same; each by the metric's name and its attribute."""
 
